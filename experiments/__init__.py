@@ -1,0 +1,1 @@
+"""Launchers: the only place that defines or reads flags."""

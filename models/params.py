@@ -1,0 +1,90 @@
+"""The parameters of a model: names, shapes, shardings, and where each comes from in a checkpoint.
+
+One table, used by the flax modules (to declare), by the loaders (to fill) and by converters (to write). Checkpoint
+tensors have their Hugging Face names and layout ([out, in] for linear weights); `Param.axes` and `Param.sources` say
+how to get from there to the layout below, which is [in, out] with the heads as axes of their own:
+
+    embed [V, D]      head [V, D] (untied)     final_norm [D]
+    layers.i:  attn_norm [D]  wq [D, K, G, H]  wkv [D, 2, K, H]  wo [K, G, H, D]   (bq [K, G, H], bkv [2, K, H], bo [D])
+               mlp_norm [D]   w_gate_up [D, 2, F]  w_down [F, D]                   (b_gate_up [2, F], b_down [D])
+
+V and F are zero-padded to a multiple of tp.
+"""
+
+import dataclasses
+
+from jax.sharding import PartitionSpec
+
+from pdjax.models.config import ModelConfig
+from pdjax.models.sharding import KV, REP, TP, padded
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Param:
+    """One parameter array.
+
+    Attributes:
+        shape: logical shape, padding included.
+        spec: how it is sharded over ("kv", "rep").
+        sources: checkpoint tensor names; two when they are stacked along axis `stack` of `shape`.
+        stack: that axis, or None.
+        out_axes: axes of one source (the stack axis left out) that its [out] dimension unfolds to, in order.
+        in_axes: likewise for [in]; empty for vectors.
+            Example wo: source [D, K*G*H], out_axes (3,), in_axes (0, 1, 2).
+        norm: kept in float32 whatever the dtype of the weights.
+    """
+
+    shape: tuple[int, ...]
+    spec: PartitionSpec
+    sources: tuple[str, ...]
+    out_axes: tuple[int, ...]
+    in_axes: tuple[int, ...] = ()
+    stack: int | None = None
+    norm: bool = False
+
+
+def layer_params(config: ModelConfig, tp: int, layer: int) -> dict[str, Param]:
+    """The table of one layer: parameter name -> Param."""
+    D, K, G, H = config.hidden_size, config.num_kv_heads, config.group, config.head_dim
+    F = padded(config.ffn_size, tp)
+    at = f"model.layers.{layer}."
+    q, k, v, o = (f"{at}self_attn.{name}_proj" for name in "qkvo")
+    gate, up, down = (f"{at}mlp.{name}_proj" for name in ("gate", "up", "down"))
+
+    def w(name: str) -> str:
+        return f"{name}.weight"
+
+    def b(name: str) -> str:
+        return f"{name}.bias"
+
+    P = PartitionSpec
+    table = {
+        "attn_norm": Param((D,), P(), (w(f"{at}input_layernorm"),), (0,), norm=True),
+        "wq": Param((D, K, G, H), P(None, KV, REP), (w(q),), (1, 2, 3), (0,)),
+        "wkv": Param((D, 2, K, H), P(None, None, KV), (w(k), w(v)), (1, 2), (0,), stack=1),
+        "wo": Param((K, G, H, D), P(KV, REP), (w(o),), (3,), (0, 1, 2)),
+        "mlp_norm": Param((D,), P(), (w(f"{at}post_attention_layernorm"),), (0,), norm=True),
+        "w_gate_up": Param((D, 2, F), P(None, None, TP), (w(gate), w(up)), (1,), (0,), stack=1),
+        "w_down": Param((F, D), P(TP), (w(down),), (1,), (0,)),
+    }
+    if config.attention_bias:
+        table["bq"] = Param((K, G, H), P(KV, REP), (b(q),), (0, 1, 2))
+        table["bkv"] = Param((2, K, H), P(None, KV), (b(k), b(v)), (0, 1), stack=0)
+    if config.output_bias:
+        table["bo"] = Param((D,), P(), (b(o),), (0,))
+    if config.mlp_bias:
+        table["b_gate_up"] = Param((2, F), P(None, TP), (b(gate), b(up)), (0,), stack=0)
+        table["b_down"] = Param((D,), P(), (b(down),), (0,))
+    return table
+
+
+def outer_params(config: ModelConfig, tp: int) -> dict[str, Param]:
+    """The table of what is not in a layer."""
+    V, D = padded(config.vocab_size, tp), config.hidden_size
+    table = {
+        "embed": Param((V, D), PartitionSpec(TP), ("model.embed_tokens.weight",), (0,), (1,)),
+        "final_norm": Param((D,), PartitionSpec(), ("model.norm.weight",), (0,), norm=True),
+    }
+    if not config.tied:
+        table["head"] = Param((V, D), PartitionSpec(TP), ("lm_head.weight",), (0,), (1,))
+    return table

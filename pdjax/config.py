@@ -1,0 +1,90 @@
+"""The one frozen configuration of an engine. Launchers build it from flags; scripts write it by hand."""
+
+import dataclasses
+from typing import Any
+
+DTYPES = ("float32", "bfloat16")
+TRANSFERS = ("device_put",)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class EngineConfig:
+    """Everything an engine is built from.
+
+    Attributes:
+        model: preset name, Hugging Face folder, GGUF file or orbax folder.
+        dtype: of the weights: "float32" or "bfloat16". KV is float32 on CPU, else the dtype of the weights.
+        scheduler: "colocated", "colocated_chunked", "disaggregated", "dynamic", or an object with the methods of
+            `pdjax.schedulers.Scheduler`.
+        prefill_instances, decode_instances: how many of each.
+        prefill_tp, decode_tp: devices of one instance.
+        prefill_chunk, decode_chunk: most prompt tokens in one iteration of such an instance; 0: chosen from the
+            context length.
+        prefill_max_batch: most prompts in one iteration of a prefill instance.
+        decode_max_batch: most decode rows of an instance.
+        prefill_num_pages, decode_num_pages: KV pages of one instance; 0: room for `decode_max_batch` requests of
+            1024 tokens (or of the context length, where that is less).
+        page_size: tokens in a page.
+        max_model_len: most tokens of one request; 0: the model's context.
+        transfer: how KV moves between instances.
+        stream_layers: layers per streamed group; 0 sends a prompt's KV whole after its prefill.
+        transfer_timeout_s: a transfer that takes longer is given up, and the request starts over.
+        seed: of sampling, for requests that bring none.
+        warmup: compile every program before the first request.
+        compilation_cache: folder of JAX's persistent compilation cache; "" turns it off.
+    """
+
+    model: str = "smollm2-135m"
+    dtype: str = "bfloat16"
+    scheduler: Any = "disaggregated"
+    prefill_instances: int = 1
+    decode_instances: int = 1
+    prefill_tp: int = 1
+    decode_tp: int = 1
+    prefill_chunk: int = 0
+    decode_chunk: int = 0
+    prefill_max_batch: int = 4
+    decode_max_batch: int = 8
+    prefill_num_pages: int = 0
+    decode_num_pages: int = 0
+    page_size: int = 64
+    max_model_len: int = 0
+    transfer: str = "device_put"
+    stream_layers: int = 0
+    transfer_timeout_s: float = 60.0
+    seed: int = 0
+    warmup: bool = True
+    compilation_cache: str = "~/.cache/pdjax/xla"
+
+    def __post_init__(self) -> None:
+        for name, allowed in (("dtype", DTYPES), ("transfer", TRANSFERS)):
+            if getattr(self, name) not in allowed:
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
+        for name in (
+            "prefill_instances",
+            "decode_instances",
+            "prefill_tp",
+            "decode_tp",
+            "prefill_max_batch",
+            "decode_max_batch",
+            "page_size",
+        ):
+            _at_least(self, name, 1)
+        for name in (
+            "prefill_chunk",
+            "decode_chunk",
+            "prefill_num_pages",
+            "decode_num_pages",
+            "max_model_len",
+            "stream_layers",
+            "seed",
+        ):
+            _at_least(self, name, 0)
+        if not self.transfer_timeout_s > 0:
+            raise ValueError(f"transfer_timeout_s is {self.transfer_timeout_s!r}; allowed: seconds > 0")
+
+
+def _at_least(config: EngineConfig, name: str, low: int) -> None:
+    value = getattr(config, name)
+    if not isinstance(value, int) or isinstance(value, bool) or value < low:
+        raise ValueError(f"{name} is {value!r}; allowed: a whole number >= {low}")

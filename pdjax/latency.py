@@ -1,0 +1,91 @@
+"""Predicts how long an iteration or a transfer takes on one instance. Used by policies and by the simulator.
+
+An iteration is linear in five features of what the programs really do (padded sizes, the page loop's trip count):
+
+    chunk tokens (padded) | sum chunk * (prior context + chunk / 2) | rows (padded) | sum of contexts | rows * max context
+
+The published forms a + b*sum(L) + c*sum(L^2) (DistServe, prefill) and a + b*sum(ctx) + c*B (decode) are special cases.
+Times are seconds.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from pdjax.messages import InstanceSpec
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Load:
+    """What one iteration computes. `chunks`: (tokens, prior context) of each prompt part."""
+
+    chunks: tuple[tuple[int, int], ...] = ()
+    rows: int = 0
+    context_tokens: int = 0
+    max_context: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class LatencyModel:
+    """Coefficients: `iteration` = (constant, the five features), seconds each; transfers cost alpha + bytes / beta."""
+
+    iteration: tuple[float, float, float, float, float, float] = (5e-3, 1e-3, 1e-7, 2e-3, 1e-6, 0.0)
+    transfer_alpha_s: float = 1e-3
+    transfer_bytes_per_s: float = 1e9
+
+    def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
+        """Seconds of one iteration; 0 for an empty one."""
+        if not load.chunks and not load.rows:
+            return 0.0
+        return float(np.dot(self.iteration, (1.0, *features(spec, load))))
+
+    def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
+        """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
+        total = 0.0
+        while tokens > 0:
+            take = min(tokens, spec.max_chunk)
+            total += self.iteration_s(spec, Load(((take, prior),)))
+            tokens, prior = tokens - take, prior + take
+        return total
+
+    def decode_s(self, spec: InstanceSpec, rows: int, context_tokens: int, max_context: int) -> float:
+        """Seconds of one decode step."""
+        return self.iteration_s(spec, Load((), rows, context_tokens, max_context))
+
+    def transfer_s(self, nbytes: int) -> float:
+        return self.transfer_alpha_s + nbytes / self.transfer_bytes_per_s
+
+
+def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:
+    """The five features of a load on an instance with these buckets."""
+    tokens = sum(size for size, _ in load.chunks)
+    return (
+        float(bucket(spec.chunk_buckets, tokens)),
+        float(sum(size * (prior + size / 2) for size, prior in load.chunks)),
+        float(bucket(spec.row_buckets, load.rows)),
+        float(load.context_tokens),
+        float(load.rows * load.max_context),
+    )
+
+
+def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: LatencyModel | None = None) -> LatencyModel:
+    """Least squares on relative error, no negative coefficient; transfer constants are those of `base`."""
+    from scipy.optimize import nnls  # slow to import, and only fitting needs it
+
+    rows: list[Sequence[float]] = []
+    for load, seconds in samples:
+        rows.append([value / seconds for value in (1.0, *features(spec, load))])
+    if not rows:
+        raise ValueError("samples is empty; allowed: at least one measured iteration")
+    matrix = np.asarray(rows)
+    scale = np.maximum(matrix.max(axis=0), 1e-30)  # features differ by 1e6: scale columns for the solver
+    solution, _ = nnls(matrix / scale, np.ones(len(rows)))
+    return dataclasses.replace(base or LatencyModel(), iteration=tuple(float(v) for v in solution / scale))
+
+
+def bucket(buckets: Sequence[int], size: int) -> int:
+    """The smallest bucket that holds `size`; `size` itself where there are none."""
+    if size == 0:
+        return 0
+    return next((b for b in buckets if b >= size), size)

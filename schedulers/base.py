@@ -1,0 +1,173 @@
+"""The scheduler seam: what a policy sees, what it decides, and the packing rule that all of them share.
+
+Pure host logic. A policy never sees an array, a page number or a thread: it reads views, which the controller keeps
+up to date, and returns decisions, each with a reason. The same object runs on real meshes and in simulation.
+"""
+
+import dataclasses
+from collections.abc import Iterable, Sequence
+from typing import Literal, Protocol
+
+from pdjax.latency import LatencyModel
+from pdjax.messages import InstanceSpec, Role
+from pdjax.request import SLO
+
+
+class Ask(Protocol):
+    """A request as policies see it."""
+
+    @property
+    def id(self) -> int: ...
+    @property
+    def arrival_s(self) -> float: ...
+    @property
+    def slo(self) -> SLO: ...
+    @property
+    def context_tokens(self) -> int:
+        """Tokens that prefill must compute: the prompt, and what was generated before a preemption or restart."""
+        ...
+
+    @property
+    def prefilled(self) -> int:
+        """How many of these have been issued to its prefill instance."""
+        ...
+
+    @property
+    def max_new_tokens(self) -> int:
+        """Tokens it may still generate."""
+        ...
+
+
+class InstanceView(Protocol):
+    """One instance as policies see it. Everything counts iterations already issued."""
+
+    @property
+    def spec(self) -> InstanceSpec: ...
+    @property
+    def role(self) -> Role: ...
+    @property
+    def alive(self) -> bool: ...
+    @property
+    def prefills(self) -> Sequence[Ask]:
+        """Requests routed here whose prompts are not fully issued: started ones first, then in arrival order."""
+        ...
+
+    @property
+    def pending_tokens(self) -> int:
+        """Prompt tokens of `prefills` not issued yet."""
+        ...
+
+    @property
+    def rows(self) -> int:
+        """Decode rows running here."""
+        ...
+
+    @property
+    def incoming(self) -> int:
+        """Rows on their way here: pages are reserved or KV is moving."""
+        ...
+
+    @property
+    def context_tokens(self) -> int:
+        """Sum of the rows' contexts."""
+        ...
+
+    @property
+    def max_context(self) -> int: ...
+    @property
+    def free_pages(self) -> int: ...
+    @property
+    def last_was_prefill(self) -> bool:
+        """Whether the last issued iteration carried chunks."""
+        ...
+
+    def startable(self, ask: Ask) -> bool:
+        """Whether the first chunk of `ask` can get its pages (on both sides, when it streams) and its slot now."""
+        ...
+
+
+class ClusterView(Protocol):
+    """Everything a policy may look at."""
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def instances(self) -> Sequence[InstanceView]: ...
+    @property
+    def latency(self) -> LatencyModel: ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Place:
+    """Prefill on one instance, decode on another (or the same: no transfer).
+
+    `decode` None: chosen by `hand_off` once the prompt is computed (pull). `mode` "stream" pushes KV while prefill
+    runs and needs `decode`; "whole" moves it afterwards.
+    """
+
+    prefill: int
+    decode: int | None
+    mode: Literal["stream", "whole"]
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Wait:
+    """Keep the request in the controller's queue; asked again when something changes."""
+
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Reject:
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Plan:
+    """The next iteration of an instance: tokens to take from each prompt, and whether the rows make a step."""
+
+    chunks: tuple[tuple[Ask, int], ...] = ()
+    decode: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.chunks) or self.decode
+
+
+class Scheduler(Protocol):
+    """A placement policy. Three methods, called by the controller; none may keep it waiting."""
+
+    def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait | Reject:
+        """Where a waiting request goes."""
+        ...
+
+    def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
+        """Which instance decodes a request whose prompt is computed and whose Place named none; None: not yet."""
+        ...
+
+    def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
+        """What an instance with room for one more iteration does next; an empty plan leaves it idle."""
+        ...
+
+
+def take_chunks(instance: InstanceView, budget: int) -> tuple[tuple[Ask, int], ...]:
+    """Prompt tokens in queue order until the budget is filled exactly.
+
+    A prompt that cannot get its pages now ends the list: those behind it must not overtake it for ever.
+    """
+    chunks: list[tuple[Ask, int]] = []
+    left = min(budget, instance.spec.max_chunk)
+    for ask in instance.prefills:
+        if left <= 0 or len(chunks) == instance.spec.max_chunks:
+            break
+        if ask.prefilled == 0 and not instance.startable(ask):
+            break
+        take = min(left, ask.context_tokens - ask.prefilled)
+        chunks.append((ask, take))
+        left -= take
+    return tuple(chunks)
+
+
+def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:
+    """The living instances that have one of the roles."""
+    return [view for view in instances if view.alive and view.role in roles]

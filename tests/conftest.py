@@ -1,0 +1,6 @@
+"""Eight CPU devices, strict rank promotion, and paths to optional material."""
+
+import jax
+
+jax.config.update("jax_num_cpu_devices", 8)
+jax.config.update("jax_numpy_rank_promotion", "raise")

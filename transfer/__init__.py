@@ -1,0 +1,1 @@
+"""Moving KV between instances: head plan, wire layout, transports."""
