@@ -2,7 +2,8 @@
 
 An iteration is linear in five features of what the programs really do (padded sizes, the page loop's trip count):
 
-    chunk tokens (padded) | sum chunk * (prior context + chunk / 2) | rows (padded) | sum of contexts | rows * max context
+    chunk tokens (padded), sum of chunk * (prior context + chunk / 2), rows (padded), sum of contexts,
+    rows * longest context
 
 The published forms a + b*sum(L) + c*sum(L^2) (DistServe, prefill) and a + b*sum(ctx) + c*B (decode) are special cases.
 Times are seconds.
@@ -10,6 +11,7 @@ Times are seconds.
 
 import dataclasses
 from collections.abc import Iterable, Sequence
+from typing import Any, cast
 
 import numpy as np
 
@@ -81,7 +83,7 @@ def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: Latency
     matrix = np.asarray(rows)
     scale = np.maximum(matrix.max(axis=0), 1e-30)  # features differ by 1e6: scale columns for the solver
     solution, _ = nnls(matrix / scale, np.ones(len(rows)))
-    return dataclasses.replace(base or LatencyModel(), iteration=tuple(float(v) for v in solution / scale))
+    return dataclasses.replace(base or LatencyModel(), iteration=cast(Any, tuple(map(float, solution / scale))))
 
 
 def bucket(buckets: Sequence[int], size: int) -> int:

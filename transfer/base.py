@@ -21,7 +21,7 @@ class TransferState(enum.Enum):
     ABORTED = "aborted"
 
 
-TRANSITIONS = {
+TRANSITIONS: dict[TransferState, set[TransferState]] = {
     TransferState.STARTED: {TransferState.COMMITTED, TransferState.FAILED, TransferState.ABORTED},
     TransferState.COMMITTED: set(),
     TransferState.FAILED: set(),
@@ -78,7 +78,7 @@ class Transport(Protocol):
         ...
 
     def send(self, unit: Unit) -> None:
-        """Offers a unit, maybe still being computed. Never blocks on a device. Units of an ended transfer are dropped."""
+        """Offers a unit, maybe still being computed; never blocks on a device. An ended transfer's are dropped."""
         ...
 
     def finish(self, key: int) -> None:
