@@ -13,6 +13,7 @@ V and F are zero-padded to a multiple of tp.
 
 import dataclasses
 
+import jax
 from jax.sharding import PartitionSpec
 
 from pdjax.models.config import ModelConfig
@@ -41,6 +42,14 @@ class Param:
     in_axes: tuple[int, ...] = ()
     stack: int | None = None
     norm: bool = False
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Weights:
+    """The arrays of one instance, by the names of the tables below, placed on its mesh with their specs."""
+
+    outer: dict[str, jax.Array]
+    layers: list[dict[str, jax.Array]]
 
 
 def layer_params(config: ModelConfig, tp: int, layer: int) -> dict[str, Param]:
