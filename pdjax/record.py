@@ -1,4 +1,7 @@
-"""What is written down about one request: its marks in time and how it ended. Filled by the controller."""
+"""What is written down: marks in time of a request and how it ended, passes of an instance, transfers.
+
+Filled by the controller; read by metrics, reports and users. All times are seconds of the cluster's clock.
+"""
 
 import dataclasses
 from typing import Literal
@@ -62,3 +65,39 @@ class RequestRecord:
     reason: str = ""
     preemptions: int = 0
     restarts: int = 0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class IterationRecord:
+    """One pass of one instance.
+
+    Attributes:
+        number: its number on that instance, as in `pdjax.messages.Iteration`.
+        chunk_tokens: prompt tokens computed.
+        rows: decode rows that made a step.
+        started_s, finished_s: when its first program was dispatched and when its tokens were on the host. The next
+            iteration may be dispatched before this one is finished.
+        requests: ids, as in `RequestRecord.request_id`, of the requests whose prompt tokens it computed.
+        host_gap_s: how long the device had nothing to do before it.
+    """
+
+    instance: int
+    number: int
+    chunk_tokens: int
+    rows: int
+    started_s: float
+    finished_s: float
+    requests: tuple[str, ...] = ()
+    host_gap_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class TransferRecord:
+    """KV of one request that moved from instance `src` to instance `dst`: `nbytes` between first and last byte."""
+
+    request_id: str
+    src: int
+    dst: int
+    nbytes: int
+    started_s: float
+    finished_s: float
