@@ -29,6 +29,13 @@ TRANSITIONS: dict[TransferState, set[TransferState]] = {
 }
 
 
+def advance(old: TransferState, new: TransferState) -> TransferState:
+    """Returns `new`; raises RuntimeError if the table does not allow the step."""
+    if new not in TRANSITIONS[old]:
+        raise RuntimeError(f"illegal transfer transition {old.value} -> {new.value}")
+    return new
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class UnitHeader:
     """Says what a unit is; compared with what arrived before a byte of it is used.
@@ -57,10 +64,14 @@ class UnitHeader:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Unit:
-    """A header and the KV it describes, on whichever devices it lies now."""
+    """A header and the KV it describes, on whichever devices it lies now.
+
+    `moved_s`: when its bytes began to move and when they had arrived, on the transport's clock; set on arrival.
+    """
 
     header: UnitHeader
     kv: Any  # jax.Array [layers, 2, T, K, H]
+    moved_s: tuple[float, float] = (0.0, 0.0)
 
 
 class Transport(Protocol):
