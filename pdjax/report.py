@@ -1,0 +1,196 @@
+"""What a run leaves behind: `Report`s of one or more runs enter, files in one folder leave. Called by the launchers.
+
+    summary.json    the caller's dict
+    requests.jsonl  a line per request and run: tokens, timeline, placement and why
+    timeline.json   Chrome trace format (chrome://tracing, ui.perfetto.dev): a process per run, a track per instance
+    *.png           `pdjax.plots`, where matplotlib is installed
+
+Times in the files count from the first arrival of their run.
+"""
+
+import dataclasses
+import importlib.util
+import json
+import logging
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from pdjax import metrics
+from pdjax.messages import InstanceSpec
+from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.request import SLO
+
+log = logging.getLogger("pdjax")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Report:
+    """One workload served once.
+
+    Attributes:
+        records: one per request, in the order of the workload's items.
+        iterations: of all instances, those of one instance in order.
+        transfers: KV moves that were completed.
+        duration_s: first arrival to the end of the last request.
+        specs: the instances it ran on.
+    """
+
+    records: list[RequestRecord]
+    iterations: list[IterationRecord]
+    transfers: list[TransferRecord]
+    duration_s: float
+    specs: tuple[InstanceSpec, ...]
+
+    @property
+    def start_s(self) -> float:
+        """The first arrival, on the cluster's clock."""
+        return min((record.timeline.arrival_s for record in self.records), default=0.0)
+
+    def without(self, warmup: int) -> "Report":
+        """The same run as if the first `warmup` requests had not been measured."""
+        records = self.records[warmup:]
+        if not records:
+            raise ValueError(f"warmup_requests is {warmup}; allowed: fewer than the {len(self.records)} requests")
+        start_s = min(record.timeline.arrival_s for record in records)
+        return dataclasses.replace(
+            self,
+            records=records,
+            iterations=[iteration for iteration in self.iterations if iteration.started_s >= start_s],
+            transfers=[transfer for transfer in self.transfers if transfer.started_s >= start_s],
+            duration_s=self.duration_s - (start_s - self.start_s),
+        )
+
+    def summary(self, *, slo: SLO | None = None, targets: Sequence[metrics.Target] = ()) -> dict[str, Any]:
+        """`pdjax.metrics.summarize` of this run."""
+        devices = sum(spec.devices for spec in self.specs)
+        return metrics.summarize(
+            self.records,
+            devices=devices,
+            duration_s=self.duration_s,
+            slo=slo,
+            targets=targets,
+            iterations=self.iterations,
+        )
+
+
+def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Report]) -> None:
+    """Writes every file into `out_dir`, which is made if missing; files of an earlier call are replaced."""
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    with open(folder / "requests.jsonl", "w") as file:
+        for run, report in runs.items():
+            for record in report.records:
+                file.write(json.dumps({"run": run, **request_line(record, report.start_s)}) + "\n")
+    (folder / "timeline.json").write_text(json.dumps(chrome_trace(runs)) + "\n")
+    if importlib.util.find_spec("matplotlib") is None:
+        log.warning("no plots: matplotlib is not installed (pip install pdjax[plot])")
+        return
+    from pdjax import plots
+
+    plots.latency_by_run(runs, folder / "latency.png")
+    plots.timeline(runs, folder / "timeline.png")
+
+
+def request_line(record: RequestRecord, start_s: float) -> dict[str, Any]:
+    """One request as a line of requests.jsonl; seconds count from `start_s`."""
+    timeline = {
+        name: _since(value, start_s) if name.endswith("_s") and name not in _DURATIONS else value
+        for name, value in dataclasses.asdict(record.timeline).items()
+    }
+    return {
+        "request_id": record.request_id,
+        "state": record.state.value,
+        "finish_reason": record.finish_reason,
+        "prompt_tokens": record.prompt_tokens,
+        "token_ids": list(record.token_ids),
+        "timeline": timeline,
+        "placement": {
+            "prefill": record.prefill_instance,
+            "decode": record.decode_instance,
+            "reason": record.reason,
+        },
+        "preemptions": record.preemptions,
+        "restarts": record.restarts,
+        "ttft_ms": metrics.ttft_ms(record),
+        "tpot_ms": metrics.tpot_ms(record),
+        "e2e_ms": metrics.e2e_ms(record),
+        "parts_ms": metrics.parts(record) if record.timeline.token_s else None,
+        "slo": dataclasses.asdict(record.slo),
+        "slo_met": metrics.met(record),
+    }
+
+
+_DURATIONS = ("transfer_busy_s", "transfer_hidden_s")
+
+
+def _since(value: Any, start_s: float) -> Any:
+    if isinstance(value, list):
+        return [_since(item, start_s) for item in value]
+    return None if value is None else round(value - start_s, 6)
+
+
+def instance_name(report: Report, index: int) -> str:
+    """How files and pictures call an instance."""
+    return f"instance {index} ({report.specs[index].role.value})"
+
+
+def iteration_name(iteration: IterationRecord) -> str:
+    """What it computed: "prefill 128", "decode x8" or "mixed 128 x8"."""
+    if not iteration.rows:
+        return f"prefill {iteration.chunk_tokens}"
+    if not iteration.chunk_tokens:
+        return f"decode x{iteration.rows}"
+    return f"mixed {iteration.chunk_tokens} x{iteration.rows}"
+
+
+def busy_spans(report: Report) -> list[tuple[IterationRecord, float, float]]:
+    """Each iteration with the seconds in which its instance worked on it, none overlapping on one instance.
+
+    An iteration may be dispatched while the one before it still runs; its own time begins when that one ends.
+    """
+    free: dict[int, float] = {}
+    spans = []
+    for iteration in sorted(report.iterations, key=lambda i: (i.instance, i.number)):
+        begin = max(iteration.started_s, free.get(iteration.instance, iteration.started_s))
+        end = max(begin, iteration.finished_s)
+        free[iteration.instance] = end
+        spans.append((iteration, begin, end))
+    return spans
+
+
+def chrome_trace(runs: Mapping[str, Report]) -> dict[str, Any]:
+    """All runs in Chrome trace format; times are microseconds since the run's first arrival."""
+    events: list[dict[str, Any]] = []
+    for pid, (run, report) in enumerate(runs.items()):
+        events.append({"ph": "M", "pid": pid, "name": "process_name", "args": {"name": run}})
+        for index in range(len(report.specs)):
+            name = instance_name(report, index)
+            events.append({"ph": "M", "pid": pid, "tid": index, "name": "thread_name", "args": {"name": name}})
+        for iteration, begin, end in busy_spans(report):
+            events.append(
+                {
+                    "ph": "X",
+                    "cat": "iteration",
+                    "name": iteration_name(iteration),
+                    "pid": pid,
+                    "tid": iteration.instance,
+                    "ts": 1e6 * (begin - report.start_s),
+                    "dur": 1e6 * (end - begin),
+                    "args": {"number": iteration.number, "requests": list(iteration.requests)},
+                }
+            )
+        for number, transfer in enumerate(report.transfers):
+            # Moves overlap each other and the iterations: asynchronous slices need not nest.
+            common = {
+                "cat": "transfer",
+                "name": f"KV {transfer.src} to {transfer.dst}",
+                "id": number,
+                "pid": pid,
+                "tid": transfer.dst,
+            }
+            args = {"request": transfer.request_id, "bytes": transfer.nbytes}
+            events.append(common | {"ph": "b", "ts": 1e6 * (transfer.started_s - report.start_s), "args": args})
+            events.append(common | {"ph": "e", "ts": 1e6 * (transfer.finished_s - report.start_s)})
+    return {"traceEvents": events, "displayTimeUnit": "ms"}
