@@ -37,7 +37,7 @@ class _Split:
 
 @dataclasses.dataclass(slots=True)
 class _Transfer:
-    """One open transfer. `lock` is held while its callbacks run, so whoever ends it waits for a running one."""
+    """One transfer. `lock` is held while a callback of it runs, so that `abort` can wait for a running one."""
 
     key: int
     src: NamedSharding
@@ -92,7 +92,7 @@ class DevicePut:
     ) -> None:
         """Opens a transfer.
 
-        Both callbacks should only enqueue: while one runs, `abort` and `finish` of that transfer wait.
+        Both callbacks should only enqueue: while one runs, `abort` of that transfer waits.
 
         Raises:
             ValueError: `key` is open already, or there is no such instance.
@@ -123,21 +123,15 @@ class DevicePut:
 
     def finish(self, key: int) -> None:
         """STARTED -> COMMITTED; RuntimeError if the transfer has ended or never was."""
-        transfer = self._forget(key)
-        if transfer is None:
+        if self._end(key, TransferState.COMMITTED) is None:
             raise RuntimeError(f"transfer {key} is not open; it cannot be committed")
-        with transfer.lock:
-            transfer.state = advance(transfer.state, TransferState.COMMITTED)
 
     def abort(self, key: int) -> bool:
         """STARTED -> ABORTED; False if it had ended. Waits for a callback that is running, never for a device."""
-        transfer = self._forget(key)
+        transfer = self._end(key, TransferState.ABORTED)
         if transfer is None:
             return False
         with transfer.lock:
-            if transfer.state is not TransferState.STARTED:
-                return False
-            transfer.state = advance(transfer.state, TransferState.ABORTED)
             return True
 
     def close(self) -> None:
@@ -147,18 +141,22 @@ class DevicePut:
             keys = list(self._transfers)
             lanes, self._lanes = list(self._lanes.values()), {}
         for key in keys:
-            self.abort(key)
+            self._end(key, TransferState.ABORTED)
         for lane, _ in lanes:
             lane.put(None)
         deadline = time.monotonic() + CLOSE_S
         for _, thread in lanes:
             thread.join(max(0.0, deadline - time.monotonic()))
             if thread.is_alive():
-                _log.warning("%s still waits for a device and was left behind", thread.name)
+                _log.warning("%s still waits for a device or a callback and was left behind", thread.name)
 
-    def _forget(self, key: int) -> _Transfer | None:
+    def _end(self, key: int, state: TransferState) -> _Transfer | None:
+        """Closes an open transfer. Of several who try, one gets it."""
         with self._lock:
-            return self._transfers.pop(key, None)
+            transfer = self._transfers.pop(key, None)
+            if transfer is not None:
+                transfer.state = advance(transfer.state, state)
+            return transfer
 
     def _work(self, lane: "queue.SimpleQueue[_Item]") -> None:
         while (item := lane.get()) is not None:
@@ -182,10 +180,9 @@ class DevicePut:
 
     def _fail(self, transfer: _Transfer, why: str) -> None:
         with transfer.lock:
-            if transfer.state is not TransferState.STARTED:
+            if self._end(transfer.key, TransferState.FAILED) is None:
+                _log.debug("transfer %d had ended when a unit of it failed: %s", transfer.key, why)
                 return
-            transfer.state = advance(transfer.state, TransferState.FAILED)
-            self._forget(transfer.key)
             try:
                 transfer.failed(why)
             except Exception:  # the thread serves other transfers too

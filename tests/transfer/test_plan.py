@@ -20,7 +20,9 @@ def config(kv_heads, group):
 def grid():
     """(kv heads, source split, destination split): every tp that divides some number of query heads, up to 24."""
     for kv_heads in (1, 2, 3, 4, 5, 8):
-        splits = {split(config(kv_heads, g), tp) for g in (1, 2, 3, 4, 8) for tp in range(1, 25) if not kv_heads * g % tp}
+        splits = {
+            split(config(kv_heads, g), tp) for g in (1, 2, 3, 4, 8) for tp in range(1, 25) if not kv_heads * g % tp
+        }
         for src, dst in itertools.product(sorted(splits, key=str), repeat=2):
             yield kv_heads, src, dst
 
