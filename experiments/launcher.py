@@ -1,0 +1,37 @@
+"""Runs a launcher's `main(argv)`: flags are parsed, and a user's mistake ends as one line; called by every launcher.
+
+Exit status: 0 after `main`; 2 for a bad flag or a ValueError, with one line on stderr; 1 and a traceback otherwise.
+"""
+
+import sys
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
+
+from absl import app, flags
+
+
+def run(main: Callable[[list[str]], Any]) -> None:
+    """Parses `sys.argv`, calls `main` with what is left of it, and exits the process."""
+    app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
+
+
+def _parse(argv: Sequence[str]) -> list[str]:
+    try:
+        left = flags.FLAGS(argv)
+    except flags.Error as error:
+        _stop(error)
+    if left[1:]:
+        _stop(f"argument {left[1]!r} is not a flag; flags look like --name=value")
+    return left
+
+
+def _guarded(main: Callable[[list[str]], Any], argv: list[str]) -> None:
+    try:
+        main(argv)
+    except ValueError as error:
+        _stop(error)
+
+
+def _stop(error: object) -> NoReturn:
+    print("error:", " ".join(str(error).split()), file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,192 @@
+"""Text to token ids and back, whole or as it is generated; built by `models.source`, called by the engine.
+
+One class over a `tokenizers` backend serves all models: those with a tokenizer.json, those whose GGUF metadata
+describe one, and `tiny`, whose tokens are bytes. Lists of token ids that a user gives never pass through here.
+"""
+
+import dataclasses
+import json
+from collections.abc import Iterable, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+
+from pdjax.models.hf_config import merge_ids
+
+_REPLACEMENT = "\ufffd"  # what the backend decodes an incomplete UTF-8 character to
+
+
+@dataclasses.dataclass(frozen=True)
+class Tokenizer:
+    """A backend and what it does not know.
+
+    Attributes:
+        backend: does the work.
+        bos_id: put in front of every text, or None.
+        eos_ids: ids that end a text, as far as the tokenizer's files tell.
+    """
+
+    backend: tokenizers.Tokenizer
+    bos_id: int | None = None
+    eos_ids: tuple[int, ...] = ()
+
+    @property
+    def vocab_size(self) -> int:
+        """Number of ids that have a text."""
+        return self.backend.get_vocab_size(with_added_tokens=True)
+
+    def encode(self, text: str) -> list[int]:
+        """Token ids of a text, BOS in front if the model wants it and the text does not bring it."""
+        ids = self.backend.encode(text, add_special_tokens=False).ids
+        if self.bos_id is not None and ids[:1] != [self.bos_id]:
+            ids.insert(0, self.bos_id)
+        return ids
+
+    def decode(self, ids: Sequence[int]) -> str:
+        """Text of token ids; special tokens have none, broken UTF-8 is U+FFFD."""
+        return self.backend.decode(list(ids), skip_special_tokens=True)
+
+    @cached_property
+    def special_ids(self) -> frozenset[int]:
+        """Ids that `decode` skips."""
+        return frozenset(i for i, token in self.backend.get_added_tokens_decoder().items() if token.special)
+
+    def text_of(self, token: int | None) -> str:
+        """How a special token is written; "" for None. Chat templates need it for BOS and EOS."""
+        return "" if token is None else self.backend.id_to_token(token) or ""
+
+
+class Detokenizer:
+    """Decodes the ids of one text as they come: the pieces add up to `decode` of all ids."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self._tokenizer = tokenizer
+        # A token's text depends on the one before (spaces, bytes of one character), so the ids of the last piece stay
+        # as context: `_ids[:_sent]` are out, the rest is held back.
+        self._ids: list[int] = []
+        self._sent = 0
+
+    def push(self, ids: Iterable[int]) -> str:
+        """Takes new ids; the text that they complete, without half a UTF-8 character at its end."""
+        self._ids += [i for i in ids if i not in self._tokenizer.special_ids]
+        return self._take(final=False)
+
+    def finish(self) -> str:
+        """The text that was held back, if any."""
+        return self._take(final=True)
+
+    def _take(self, final: bool) -> str:
+        if self._sent == len(self._ids):
+            return ""
+        text = self._tokenizer.decode(self._ids)
+        if text.endswith(_REPLACEMENT) and not final:
+            return ""
+        new = text[len(self._tokenizer.decode(self._ids[: self._sent])) :]
+        self._ids = self._ids[self._sent :]
+        self._sent = len(self._ids)
+        return new
+
+
+def from_folder(folder: Path) -> Tokenizer | None:
+    """The tokenizer of a Hugging Face folder, or None if it has no tokenizer.json.
+
+    Raises:
+        ValueError: tokenizer.json or tokenizer_config.json cannot be read.
+    """
+    path = folder / "tokenizer.json"
+    if not path.exists():
+        return None
+    try:
+        backend = tokenizers.Tokenizer.from_file(str(path))
+    except Exception as error:  # the backend raises plain Exception
+        raise ValueError(f"{path}: not a tokenizer: {error}") from None
+    backend.no_padding()
+    backend.no_truncation()
+    config = read_json(folder / "tokenizer_config.json")
+    plain, added = (backend.encode("a", add_special_tokens=special).ids for special in (False, True))
+    adds_bos = added[:1] != plain[:1]
+    bos = _token_id(backend, config.get("bos_token"))
+    if bos is None and adds_bos:
+        bos = added[0]
+    wanted = config.get("add_bos_token")
+    return Tokenizer(
+        backend,
+        bos_id=bos if (adds_bos if wanted is None else wanted) else None,
+        eos_ids=merge_ids(_token_id(backend, config.get("eos_token"))),
+    )
+
+
+def from_gguf(metadata: dict[str, Any], file: str) -> Tokenizer:
+    """The tokenizer that the metadata of a GGUF file describe.
+
+    Raises:
+        ValueError: it is of a kind that is not built here.
+    """
+    kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
+    if kind != "gpt2" or split not in ("smollm", "gpt-2"):
+        raise ValueError(
+            f"{file}: tokenizer.ggml.model is {kind!r} with tokenizer.ggml.pre {split!r}; allowed: 'gpt2' with "
+            "'smollm' or 'gpt-2'. For other models give a Hugging Face folder, which has a tokenizer.json"
+        )
+    tokens: list[str] = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
+    _byte_level(backend, digits=split == "smollm")
+    # Types of the format: 3 control (matched whole, never shown), 4 user-defined (matched whole, shown).
+    types = metadata.get("tokenizer.ggml.token_type", [])
+    for wanted, special in ((3, True), (4, False)):
+        backend.add_tokens(
+            [
+                AddedToken(token, special=special, normalized=False)
+                for token, type_ in zip(tokens, types, strict=False)
+                if type_ == wanted
+            ]
+        )
+    return Tokenizer(
+        backend,
+        bos_id=metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None,
+        eos_ids=merge_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
+    )
+
+
+def byte_tokenizer() -> Tokenizer:
+    """The tokenizer of `tiny`: token i is byte i; 256 is BOS, 257 is EOS."""
+    # The byte-level alphabet writes printable bytes as themselves and the others, in order, as characters from 256 on.
+    printable = {*range(33, 127), *range(161, 173), *range(174, 256)}
+    others = [byte for byte in range(256) if byte not in printable]
+    letters = {byte: chr(byte) for byte in printable} | {byte: chr(256 + i) for i, byte in enumerate(others)}
+    backend = tokenizers.Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
+    _byte_level(backend, digits=False)
+    backend.add_special_tokens(["<bos>", "<eos>"])
+    return Tokenizer(backend, bos_id=256, eos_ids=(257,))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON file's table, {} if there is no file; ValueError naming the file if it holds something else."""
+    if not path.exists():
+        return {}
+    try:
+        table = json.loads(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path}: not JSON: {error}") from None
+    if not isinstance(table, dict):
+        raise ValueError(f"{path}: holds {type(table).__name__}; allowed: a JSON object")
+    return table
+
+
+def _byte_level(backend: tokenizers.Tokenizer, digits: bool) -> None:
+    split = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=True)
+    # Each digit is split off before the regular expression sees the text; a space before it stays on its own.
+    backend.pre_tokenizer = (
+        pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True), split]) if digits else split
+    )
+    backend.decoder = decoders.ByteLevel()
+
+
+def _token_id(backend: tokenizers.Tokenizer, token: Any) -> int | None:
+    """Id of a token as tokenizer_config.json writes it: a text, or a table with its text."""
+    text = token.get("content") if isinstance(token, dict) else token
+    return backend.token_to_id(text) if isinstance(text, str) else None

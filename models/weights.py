@@ -1,0 +1,200 @@
+"""Fills the parameters of a model: from a checkpoint reader, or with reproducible random numbers.
+
+What enters is a `TensorReader` (or a seed), the config, a ("kv", "rep") mesh and a dtype; what leaves is `Weights` on
+that mesh, laid out and padded as `models.params` says. Called by `models.source`.
+
+Nothing is built whole first: every device's shard is filled from the rows it needs, a few MB at a time, and given to
+its device before the next one is started. So a load needs, beside the weights that stay, about one shard.
+"""
+
+import zlib
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+
+from pdjax.models.checkpoints.base import TensorReader
+from pdjax.models.config import ModelConfig
+from pdjax.models.params import Param, Weights, layer_params, outer_params
+
+_BLOCK_BYTES = 8 << 20  # rows read at a time, counted in float32
+
+Array = np.ndarray[Any, Any]
+Index = tuple[slice, ...]
+
+
+def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> Weights:
+    """Reads a checkpoint to a mesh.
+
+    Args:
+        reader: tensors of the checkpoint.
+        mesh: as `models.sharding.make_mesh` builds it.
+        dtype: "float32" or "bfloat16" (rounded to nearest, ties to even). Norms are always float32.
+
+    Raises:
+        ValueError: a tensor is missing, has another shape, or belongs to nothing in the model; or a file is broken.
+    """
+    _check(reader, config)
+
+    def fill(param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
+        return _read_shard(reader, param, exact, index, kind)
+
+    return _build(config, mesh, dtype, fill)
+
+
+def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0) -> Weights:
+    """Random weights, the same for every mesh: each parameter's numbers follow from its name and the seed.
+
+    Matrices are scaled by their input size, so activations stay of order one through any number of layers.
+    """
+
+    def fill(param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
+        key = zlib.crc32(" ".join(param.sources).encode())
+        generator = np.random.Generator(np.random.Philox(key=[key, seed]))
+        values = generator.standard_normal(exact.shape, np.float32)
+        if param.norm:
+            values = 1 + 0.1 * values
+        elif exact.in_axes:
+            values /= np.sqrt(np.prod([exact.shape[_unstacked(axis, exact)] for axis in exact.in_axes]))
+        else:
+            values *= 0.1
+        padding = [(0, big - small) for big, small in zip(param.shape, exact.shape, strict=True)]
+        return np.pad(values, padding)[index].astype(kind)
+
+    return _build(config, mesh, dtype, fill)
+
+
+def tables(config: ModelConfig, tp: int) -> list[dict[str, Param]]:
+    """The parameter tables of the whole model: the outer one, then one per layer."""
+    return [outer_params(config, tp), *(layer_params(config, tp, layer) for layer in range(config.num_layers))]
+
+
+def kind_of(param: Param, dtype: str) -> np.dtype[Any]:
+    """The dtype that a parameter has when the weights have `dtype`."""
+    return np.dtype("float32") if param.norm else np.dtype(jax.numpy.dtype(dtype))
+
+
+def _build(
+    config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, Param, Index, np.dtype[Any]], Array]
+) -> Weights:
+    """Makes every parameter; `fill` gives the part of it that one device holds."""
+    parts = []
+    for table, exact in zip(tables(config, mesh.size), tables(config, 1), strict=True):
+        arrays = {}
+        for name, param in table.items():
+            sharding = NamedSharding(mesh, param.spec)
+            shards: dict[tuple[tuple[int, int], ...], list[Any]] = {}
+            for device, index in sharding.addressable_devices_indices_map(param.shape).items():
+                bounds = tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
+                shards.setdefault(bounds, []).append(device)
+            pieces = []
+            for bounds, devices in shards.items():
+                data = fill(param, exact[name], tuple(slice(*b) for b in bounds), kind_of(param, dtype))
+                # Waiting keeps one shard's host copy alive, not all of them.
+                pieces += jax.block_until_ready([jax.device_put(data, device) for device in devices])
+            arrays[name] = jax.make_array_from_single_device_arrays(param.shape, sharding, pieces)
+        parts.append(arrays)
+    return Weights(outer=parts[0], layers=parts[1:])
+
+
+def _unstacked(axis: int, param: Param) -> int:
+    """An axis of one source (stack axis left out) as an axis of the parameter."""
+    return axis if param.stack is None or axis < param.stack else axis + 1
+
+
+def _source_shape(exact: Param) -> tuple[int, ...]:
+    """[out, in] or [out] of one source of an unpadded parameter."""
+    sizes = [exact.shape[_unstacked(axis, exact)] for axis in (*exact.out_axes, *exact.in_axes)]
+    split = len(exact.out_axes)
+    out, into = int(np.prod(sizes[:split])), int(np.prod(sizes[split:]))
+    return (out, into) if exact.in_axes else (out,)
+
+
+def _read_shard(reader: TensorReader, param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
+    """The part `index` of a parameter. Padding (beyond the shape of `exact`) is zero."""
+    shard = np.zeros([part.stop - part.start for part in index], kind)
+    # What of the part is not padding, in the parameter and in the shard.
+    real = [
+        slice(part.start, max(part.start, min(part.stop, size))) for part, size in zip(index, exact.shape, strict=True)
+    ]
+    filled = shard[tuple(slice(0, part.stop - part.start) for part in real)]
+    out_axes = [_unstacked(axis, exact) for axis in exact.out_axes]
+    in_axes = [_unstacked(axis, exact) for axis in exact.in_axes]
+    out_sizes, in_sizes = ([exact.shape[axis] for axis in axes] for axes in (out_axes, in_axes))
+    columns = tuple(real[axis] for axis in in_axes)
+    for position, source in enumerate(exact.sources):
+        # A view of the shard with the axes in the order of the source: [*out, *in].
+        order = [*out_axes, *in_axes]
+        view = filled.transpose(([] if exact.stack is None else [exact.stack]) + order)
+        view = view if exact.stack is None else view[position]
+        *heads, last = (real[axis] for axis in out_axes)
+        step = max(1, _BLOCK_BYTES // (4 * max(1, int(np.prod(in_sizes)))))
+        for head in np.ndindex(*(part.stop - part.start for part in heads)):
+            # Rows of the source are numbered by the out axes, the last one fastest.
+            base = 0
+            for i, part, size in zip(head, heads, out_sizes[:-1], strict=True):
+                base = base * size + part.start + i
+            base *= out_sizes[-1]
+            for start in range(last.start, last.stop, step):
+                stop = min(start + step, last.stop)
+                rows = reader.read(source, slice(base + start, base + stop))
+                block = rows.reshape(stop - start, *in_sizes)[(slice(None), *columns)]
+                view[head][start - last.start : stop - last.start] = block.astype(kind)
+    return shard
+
+
+def _check(reader: TensorReader, config: ModelConfig) -> None:
+    """Every tensor of the model is there with its shape, and there is no other."""
+    there = reader.names()
+    expected = {
+        source: _source_shape(param)
+        for table in tables(config, 1)
+        for param in table.values()
+        for source in param.sources
+    }
+    for name, shape in expected.items():
+        if name not in there:
+            fused = name.replace("gate_proj", "gate_up_proj").replace("q_proj", "qkv_proj")
+            hint = ""
+            if name == "lm_head.weight":
+                hint = "; if the head is the embedding, set tie_word_embeddings to true in config.json"
+            elif fused != name and fused in there:
+                hint = f"; the checkpoint has {fused!r} instead: fused weights are not read"
+            raise ValueError(f"tensor {name!r} is missing in {_where(reader, there)}{hint}")
+        if reader.shape(name) != shape:
+            raise ValueError(
+                f"{reader.file(name)}: tensor {name!r} has shape {list(reader.shape(name))}; allowed by the config: "
+                f"{list(shape)}"
+            )
+    for name in sorted(there - set(expected)):
+        if name.endswith("rotary_emb.inv_freq"):
+            continue  # a table that follows from the config; old checkpoints store it
+        if name == "lm_head.weight" and config.tied:
+            _check_tied(reader, name, expected)
+            continue
+        raise ValueError(
+            f"{reader.file(name)}: tensor {name!r} belongs to nothing in the model that config.json describes"
+        )
+
+
+def _where(reader: TensorReader, there: set[str]) -> str:
+    files = sorted({reader.file(name) for name in there})
+    return files[0] if len(files) == 1 else f"{len(files)} files like {files[0]}" if files else "an empty checkpoint"
+
+
+def _check_tied(reader: TensorReader, name: str, expected: dict[str, tuple[int, ...]]) -> None:
+    """A stored head beside a tied embedding must equal it."""
+    embed = "model.embed_tokens.weight"
+    size, width = expected[embed]
+    step = max(1, _BLOCK_BYTES // (4 * width))
+    same = reader.shape(name) == (size, width) and all(
+        np.array_equal(reader.read(name, slice(i, i + step)), reader.read(embed, slice(i, i + step)))
+        for i in range(0, size, step)
+    )
+    if not same:
+        raise ValueError(
+            f"{reader.file(name)}: tensor {name!r} differs from {embed!r} although tie_word_embeddings is true; "
+            "allowed: equal, absent, or tie_word_embeddings false"
+        )
