@@ -1,1 +1,18 @@
 """Placement policies. Pure host logic: nothing here imports jax, flax or mpi4py."""
+
+from collections.abc import Callable
+
+from pdjax.schedulers.base import Scheduler
+from pdjax.schedulers.colocated import ChunkedColocated, Colocated
+from pdjax.schedulers.disaggregated import Disaggregated
+from pdjax.schedulers.dynamic import Dynamic
+
+__all__ = ["SCHEDULERS", "ChunkedColocated", "Colocated", "Disaggregated", "Dynamic", "Scheduler"]
+
+# By the name that configurations and flags use; the argument says from how many prompt tokens on KV is streamed.
+SCHEDULERS: dict[str, Callable[[int | None], Scheduler]] = {
+    "colocated": lambda stream_from: Colocated(),
+    "colocated_chunked": lambda stream_from: ChunkedColocated(),
+    "disaggregated": Disaggregated,
+    "dynamic": Dynamic,
+}

@@ -48,6 +48,11 @@ class InstanceView(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
+    def latency(self) -> LatencyModel:
+        """Predicts this instance's iterations and the transfers it sends."""
+        ...
+
+    @property
     def prefills(self) -> Sequence[Ask]:
         """Requests routed here whose prompts are not fully issued: started ones first, then in arrival order."""
         ...
@@ -77,12 +82,16 @@ class InstanceView(Protocol):
     @property
     def free_pages(self) -> int: ...
     @property
-    def last_was_prefill(self) -> bool:
-        """Whether the last issued iteration carried chunks."""
+    def prefill_streak(self) -> int:
+        """Iterations in a row that carried chunks while rows stood still."""
         ...
 
     def startable(self, ask: Ask) -> bool:
         """Whether the first chunk of `ask` can get its pages (on both sides, when it streams) and its slot now."""
+        ...
+
+    def room_for(self, ask: Ask) -> bool:
+        """Whether `ask` could be handed to this instance for decoding now: pages and a row slot."""
         ...
 
 
@@ -93,8 +102,6 @@ class ClusterView(Protocol):
     def now(self) -> float: ...
     @property
     def instances(self) -> Sequence[InstanceView]: ...
-    @property
-    def latency(self) -> LatencyModel: ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -1,0 +1,115 @@
+"""A request while the controller works on it: its state, its tokens, and what it holds on which instance."""
+
+import dataclasses
+
+from pdjax.record import FinishReason, RequestRecord, Timeline
+from pdjax.request import SLO, Request, State, advance
+from pdjax.schedulers.base import Place
+
+
+@dataclasses.dataclass(slots=True, eq=False)
+class Live:
+    """Mutable twin of a `Request`; implements the schedulers' `Ask`.
+
+    Attributes:
+        tokens: generated so far; every one has been handed to the user.
+        context: what this attempt prefills: the prompt and the tokens of earlier attempts.
+        prefilled: tokens of `context` issued to the prefill instance.
+        place: where the scheduler put it; `decode_on` is the decode instance once known.
+        slot: its row slot on the decode instance, once reserved.
+        first: the token that this attempt's prefill sampled, once on the host.
+        transfer: key of its open transfer; `arrived`: a transfer of this attempt is complete.
+        holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
+    """
+
+    request: Request
+    timeline: Timeline
+    state: State = State.WAITING
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    context: tuple[int, ...] = ()
+    prefilled: int = 0
+    place: Place | None = None
+    decode_on: int | None = None
+    slot: int | None = None
+    first: int | None = None
+    transfer: int | None = None
+    arrived: bool = False
+    holds: int = 0
+    attempt: int = 0
+    preemptions: int = 0
+    restarts: int = 0
+    note: str = ""
+
+    @classmethod
+    def of(cls, request: Request) -> "Live":
+        return cls(request, Timeline(request.arrival_s), context=request.prompt_ids)
+
+    @property
+    def id(self) -> int:
+        return self.request.id
+
+    @property
+    def name(self) -> str:
+        """What reports call it."""
+        return self.request.user_id or str(self.id)
+
+    @property
+    def arrival_s(self) -> float:
+        return self.request.arrival_s
+
+    @property
+    def slo(self) -> SLO:
+        return self.request.slo
+
+    @property
+    def context_tokens(self) -> int:
+        return len(self.context)
+
+    @property
+    def max_new_tokens(self) -> int:
+        return self.request.sampling.max_tokens - len(self.tokens)
+
+    @property
+    def order(self) -> tuple[float, int]:
+        """First come, first served; ties by id."""
+        return (self.request.arrival_s, self.request.id)
+
+    @property
+    def single(self) -> bool:
+        """Ends with the token that prefill samples: needs no decode instance."""
+        return self.request.sampling.max_tokens - (len(self.context) - len(self.request.prompt_ids)) == 1
+
+    @property
+    def local(self) -> bool:
+        """Decodes where it prefills, or does not decode at all."""
+        return self.single or (self.place is not None and self.place.decode == self.place.prefill)
+
+    def to(self, state: State) -> None:
+        self.state = advance(self.state, state)
+
+    def start_over(self) -> None:
+        """Back to WAITING with everything generated so far as context; nothing is emitted twice."""
+        self.to(State.WAITING)
+        self.context = self.request.prompt_ids + tuple(self.tokens)
+        self.prefilled = 0
+        self.place = self.decode_on = self.slot = self.first = None
+        self.arrived = False
+        self.timeline.transfer_start_s = self.timeline.transfer_end_s = self.timeline.decode_start_s = None
+        self.attempt += 1
+
+    def record(self, reason: FinishReason) -> RequestRecord:
+        place = self.place
+        return RequestRecord(
+            request_id=self.name,
+            prompt_tokens=len(self.request.prompt_ids),
+            token_ids=tuple(self.tokens),
+            state=self.state,
+            finish_reason=reason,
+            slo=self.request.slo,
+            timeline=self.timeline,
+            prefill_instance=place.prefill if place else None,
+            decode_instance=(place.prefill if self.local else self.decode_on) if place else None,
+            reason=self.note or (place.reason if place else ""),
+            preemptions=self.preemptions,
+            restarts=self.restarts,
+        )

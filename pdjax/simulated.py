@@ -1,0 +1,219 @@
+"""A cluster without hardware: a virtual clock, and latency models instead of programs.
+
+Enters: the controller's commands. Leaves: the events that real instances would give, at the times the models predict.
+What an instance computes is up to its `Machine`: `Timing` computes nothing, `pdjax.testing.FakeMachine` computes
+tokens by hand from the KV pages it was told to use, so that a wrong page number gives a wrong token.
+"""
+
+import dataclasses
+import heapq
+import itertools
+from collections import deque
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from pdjax.latency import LatencyModel, Load
+from pdjax.messages import (
+    AbortTransfer,
+    Command,
+    Event,
+    InstanceLost,
+    InstanceSpec,
+    Iteration,
+    IterationDone,
+    StartTransfer,
+    TransferAborted,
+    TransferDone,
+)
+
+
+class Machine(Protocol):
+    """What happens on one simulated instance."""
+
+    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        """Executes an iteration; returns the rows' tokens and those of the chunks that were `last`, in order."""
+        ...
+
+    def copy(self, transfer: StartTransfer, source: "Machine") -> None:
+        """Takes the KV of a transfer from the pages of another machine."""
+        ...
+
+
+class Timing:
+    """Computes nothing: every token is 0, so requests end by `max_tokens`."""
+
+    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int], list[int]]:
+        return [0] * len(rows), [0] * sum(chunk.last for chunk in iteration.chunks)
+
+    def copy(self, transfer: StartTransfer, source: Machine) -> None:
+        return None
+
+
+@dataclasses.dataclass(slots=True)
+class _Batch:
+    """Sizes of one instance's decode batch; its rows are in the order of joining."""
+
+    contexts: dict[int, int] = dataclasses.field(default_factory=dict)
+
+    def change(self, iteration: Iteration) -> None:
+        for slot in iteration.leaves:
+            del self.contexts[slot]
+        for join in iteration.joins:
+            self.contexts[join.slot] = join.position + 1
+
+    def load(self, iteration: Iteration) -> Load:
+        chunks = tuple((len(chunk.tokens), chunk.start) for chunk in iteration.chunks)
+        if not iteration.decode:
+            return Load(chunks)
+        return Load(chunks, len(self.contexts), sum(self.contexts.values()), max(self.contexts.values()))
+
+    def step(self) -> None:
+        for slot in self.contexts:
+            self.contexts[slot] += 1
+
+
+@dataclasses.dataclass(slots=True)
+class _Transfer:
+    command: StartTransfer
+    started_s: float
+    sent: int = 0  # tokens whose KV is computed
+    busy_until: float = 0.0
+    busy_s: float = 0.0
+    prefill_end_s: float = 0.0
+
+
+class SimulatedCluster:
+    """Implements `Cluster` in virtual time; deterministic.
+
+    Args:
+        specs: the instances.
+        latency: one model per instance.
+        machine: makes the machine of an instance.
+    """
+
+    def __init__(
+        self,
+        specs: Sequence[InstanceSpec],
+        latency: Sequence[LatencyModel],
+        machine: Callable[[InstanceSpec], Machine] = lambda spec: Timing(),
+    ) -> None:
+        self.specs = tuple(specs)
+        self.machines = [machine(spec) for spec in specs]
+        self._latency = list(latency)
+        self._now = 0.0
+        self._heap: list[tuple[float, int, Callable[[], Event | None]]] = []
+        self._order = itertools.count()
+        self._queues: list[deque[Iteration]] = [deque() for _ in specs]
+        self._batches = [_Batch() for _ in specs]
+        self._transfers: dict[int, _Transfer] = {}
+        self._lost: set[int] = set()
+
+    def now(self) -> float:
+        return self._now
+
+    def post(self, event: Event, at_s: float | None = None) -> None:
+        """Adds an outside event, now or at a later time."""
+        self._at(self._now if at_s is None else at_s, lambda: event)
+
+    def lose(self, instance: int, error: str, at_s: float) -> None:
+        """An instance dies at a time, with everything on it."""
+
+        def die() -> Event:
+            self._lost.add(instance)
+            self._queues[instance].clear()
+            return InstanceLost(instance, error)
+
+        self._at(at_s, die)
+
+    def submit(self, command: Command) -> None:
+        match command:
+            case Iteration():
+                queue = self._queues[command.instance]
+                queue.append(command)
+                if len(queue) == 1:
+                    self._start(command.instance)
+            case StartTransfer():
+                self._transfers[command.key] = _Transfer(command, self._now)
+                if command.mode == "whole":
+                    self._push(command.key, command.tokens)
+            case AbortTransfer(key):
+                if self._transfers.pop(key, None) is not None:
+                    self.post(TransferAborted(key))
+
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        """Advances the clock to the next event; None when there is none (within timeout_s)."""
+        limit = float("inf") if timeout_s is None else self._now + timeout_s
+        while self._heap and self._heap[0][0] <= limit:
+            self._now, _, happen = heapq.heappop(self._heap)
+            event = happen()
+            if event is not None:
+                return event
+        if timeout_s is not None:
+            self._now = limit
+        return None
+
+    def close(self) -> None:
+        self._heap.clear()
+
+    def _at(self, time_s: float, happen: Callable[[], Event | None]) -> None:
+        heapq.heappush(self._heap, (time_s, next(self._order), happen))
+
+    def _start(self, index: int) -> None:
+        iteration = self._queues[index][0]
+        batch, started = self._batches[index], self._now
+        batch.change(iteration)
+        seconds = self._latency[index].iteration_s(self.specs[index], batch.load(iteration))
+        self._at(started + seconds, lambda: self._finish(index, iteration, started))
+
+    def _finish(self, index: int, iteration: Iteration, started_s: float) -> Event | None:
+        if index in self._lost:
+            return None
+        queue, batch = self._queues[index], self._batches[index]
+        queue.popleft()
+        slots = list(batch.contexts) if iteration.decode else []
+        row_tokens, first_tokens = self.machines[index].run(iteration, slots)
+        if iteration.decode:
+            batch.step()
+        if queue:
+            self._start(index)
+        for chunk in iteration.chunks:
+            if chunk.stream in self._transfers:
+                self._push(chunk.stream, len(chunk.tokens))
+        last = [chunk.request for chunk in iteration.chunks if chunk.last]
+        return IterationDone(
+            instance=index,
+            number=iteration.number,
+            rows=tuple(zip(slots, row_tokens, strict=True)),
+            firsts=tuple(zip(last, first_tokens, strict=True)),
+            started_s=started_s,
+            finished_s=self._now,
+        )
+
+    def _push(self, key: int, tokens: int) -> None:
+        """KV of more tokens is computed: it goes over the wire behind what was sent before."""
+        transfer = self._transfers[key]
+        command = transfer.command
+        spec, latency = self.specs[command.src], self._latency[command.src]
+        seconds = latency.transfer_s(tokens * spec.kv_bytes_per_token)
+        transfer.busy_until = max(transfer.busy_until, self._now) + seconds
+        transfer.busy_s += seconds
+        transfer.sent += tokens
+        transfer.prefill_end_s = self._now
+        if transfer.sent == command.tokens:
+            self._at(transfer.busy_until, lambda: self._arrive(key))
+
+    def _arrive(self, key: int) -> Event | None:
+        transfer = self._transfers.pop(key, None)
+        if transfer is None:
+            return None
+        command = transfer.command
+        self.machines[command.dst].copy(command, self.machines[command.src])
+        visible = self._now - transfer.prefill_end_s
+        return TransferDone(
+            key=key,
+            nbytes=command.tokens * self.specs[command.src].kv_bytes_per_token,
+            started_s=transfer.started_s,
+            finished_s=self._now,
+            busy_s=transfer.busy_s,
+            hidden_s=max(0.0, transfer.busy_s - visible) if command.mode == "stream" else 0.0,
+        )

@@ -1,0 +1,43 @@
+"""Prefill instances prefill, decode instances decode; KV moves between them.
+
+Prompts go first come, first served to the prefill instance with the least pending tokens, rows to the decode instance
+with the least load (DistServe, section 4.3; Splitwise's join-shortest-queue, section 4). KV is pushed while the prompt
+is computed ("stream": decode pages are reserved first) or pulled afterwards, when a decode instance has room: until
+then it stays on the prefill side, which is the backpressure.
+"""
+
+from pdjax.messages import Role
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Wait, able, take_chunks
+
+
+class Disaggregated:
+    """Streams prompts of at least `stream_from` tokens (None: pulls all)."""
+
+    def __init__(self, stream_from: int | None = None) -> None:
+        if stream_from is not None and stream_from < 1:
+            raise ValueError(f"stream_from is {stream_from}; allowed: tokens >= 1, or None")
+        self._stream_from = stream_from
+
+    def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
+        sources = able(cluster.instances, Role.PREFILL, Role.MIXED)
+        targets = able(cluster.instances, Role.DECODE, Role.MIXED)
+        if not sources or not targets:
+            return Wait("no living instance of a role")
+        source = min(sources, key=lambda view: (view.pending_tokens, view.spec.index))
+        reason = f"shortest prefill queue: {source.pending_tokens} tokens"
+        if self._stream_from is None or ask.context_tokens < self._stream_from:
+            return Place(source.spec.index, None, "whole", f"{reason}; pulled when a decode instance has room")
+        target = least_loaded(targets)
+        return Place(source.spec.index, target.spec.index, "stream", f"{reason}; streamed to the least loaded")
+
+    def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
+        targets = [view for view in able(cluster.instances, Role.DECODE, Role.MIXED) if view.room_for(ask)]
+        return least_loaded(targets).spec.index if targets else None
+
+    def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
+        return Plan(take_chunks(instance, instance.spec.max_chunk), decode=instance.rows > 0)
+
+
+def least_loaded(views: list[InstanceView]) -> InstanceView:
+    """The decode instance with the fewest rows, running or on their way; ties by context, then by number."""
+    return min(views, key=lambda view: (view.rows + view.incoming, view.context_tokens, view.spec.index))
