@@ -114,12 +114,13 @@ def parse(
         raise ValueError(f"num_requests is {num_requests!r}; allowed: a whole number >= 1")
     drafts, times, notes = _READERS[name](source)
     arrivals, clients, how = _arrivals(arrival, rate, len(drafts), times, np.random.default_rng((seed, _ARRIVALS)))
+    seeds = np.random.default_rng((seed, _SAMPLING)).integers(2**31, size=len(drafts)).tolist()
     items = []
     for number, (draft, arrival_s) in enumerate(zip(drafts, arrivals, strict=True)):
         sampling = SamplingParams(
             max_tokens=draft.max_tokens,
             temperature=temperature,
-            seed=int(np.random.default_rng((seed, _SAMPLING, number)).integers(2**31)),
+            seed=seeds[number],
             ignore_eos=name not in ("chat", "prompts"),
         )
         label = f"{number}" if draft.id is None else f"{number}-{draft.id}"

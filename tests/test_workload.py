@@ -175,9 +175,9 @@ def test_uniform_arrivals_are_evenly_spaced():
 
 @pytest.mark.parametrize(("arrival", "variation"), [("poisson", 1.0), ("gamma:0.5", 0.5), ("gamma:2", 2.0)])
 def test_random_gaps_have_the_mean_and_variation_asked_for(arrival, variation):
-    gaps = np.diff(arrivals(make("fixed:1,1", 20_000, arrival=arrival, rate=5.0)))
-    assert gaps.mean() == pytest.approx(0.2, rel=0.05)
-    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.05)
+    gaps = np.diff(arrivals(make("fixed:1,1", 4_000, arrival=arrival, rate=5.0)))
+    assert gaps.mean() == pytest.approx(0.2, rel=0.1)
+    assert gaps.std() / gaps.mean() == pytest.approx(variation, rel=0.1)
 
 
 @pytest.mark.parametrize("arrival", ["poisson", "gamma:2", "uniform"])

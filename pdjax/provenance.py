@@ -1,0 +1,91 @@
+"""Where numbers come from: flags enter, a dict for `summary.json` leaves. Called by the launchers.
+
+Nothing that names a person or a machine: no host, no user, no environment.
+"""
+
+import importlib.metadata
+import math
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "mpi4py")
+
+
+def collect(flags: Mapping[str, Any], *, devices: Sequence[jax.Device] = ()) -> dict[str, Any]:
+    """What produced a result. Starts no JAX backend.
+
+    Args:
+        flags: name to value; "seed" is repeated at the top.
+        devices: those that were used.
+
+    Returns:
+        version and commit of pdjax (None outside a git checkout; "+changes" where files differ from it), python,
+        packages, hardware (cpu, cores that this process may use, memory in bytes, devices by kind), flags, seed.
+    """
+    kinds: dict[str, int] = {}
+    for device in devices:
+        kinds[device.device_kind] = kinds.get(device.device_kind, 0) + 1
+    return {
+        "version": importlib.metadata.version("pdjax"),
+        "commit": _commit(),
+        "python": platform.python_version(),
+        "packages": {name: version for name in PACKAGES if (version := _version(name))},
+        "hardware": {"cpu": _cpu(), "cores": _cores(), "memory_bytes": _memory(), "devices": kinds},
+        "flags": {name: _plain(value) for name, value in flags.items()},
+        "seed": flags.get("seed"),
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _commit() -> str | None:
+    root = Path(__file__).resolve().parent.parent
+    if not (root / ".git").exists():  # installed: a repository further up is somebody else's
+        return None
+    try:
+        commit = _git(root, "rev-parse", "HEAD")
+        return commit + ("+changes" if _git(root, "status", "--porcelain", "--untracked-files=no") else "")
+    except (OSError, subprocess.SubprocessError):
+        return None
+
+
+def _git(root: Path, *arguments: str) -> str:
+    done = subprocess.run(["git", "-C", str(root), *arguments], capture_output=True, text=True, check=True, timeout=10)
+    return done.stdout.strip()
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text().splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
+
+
+def _cores() -> int | None:
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def _memory() -> int | None:
+    try:
+        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, ValueError, OSError):
+        return None
+
+
+def _plain(value: Any) -> Any:
+    """JSON knows no infinity."""
+    return str(value) if isinstance(value, float) and not math.isfinite(value) else value
