@@ -4,9 +4,12 @@ A model is a preset's name, a Hugging Face folder, a GGUF file or a folder that 
 Called by the engine and by the launchers.
 """
 
+import contextlib
 import dataclasses
+import functools
 import importlib.util
 import logging
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -38,17 +41,17 @@ class Source:
         config: end-of-text ids of the config, the generation config and the tokenizer together; `bos_id` as the
             tokenizer puts it.
         chat_template: jinja2 source, or None.
-        path: the folder or file; None for random weights.
-        kind: "random", "folder", "gguf" or "orbax".
         tokenizer_or_none: None if the model brings no tokenizer.
+        open_reader: opens the checkpoint's files; None for random weights and for orbax.
+        orbax_folder: where `orbax` finds the weights, or None.
     """
 
     name: str
     config: ModelConfig
-    chat_template: str | None
-    path: Path | None
-    kind: str
+    chat_template: str | None = None
     tokenizer_or_none: Tokenizer | None = None
+    open_reader: Callable[[], TensorReader] | None = None
+    orbax_folder: Path | None = None
 
     def tokenizer(self) -> Tokenizer:
         """ValueError if the model brings none; prompts can then only be token ids."""
@@ -62,11 +65,9 @@ class Source:
         Raises:
             ValueError: the files are broken, or hold no single tensors (orbax; `load` restores those).
         """
-        if self.path is None:
-            return None
-        if self.kind == "orbax":
+        if self.orbax_folder is not None:
             raise ValueError(f"model is {self.name!r}, an orbax folder; allowed: it is loaded as a whole")
-        return gguf.GgufReader(self.path) if self.kind == "gguf" else SafetensorsReader(self.path)
+        return self.open_reader() if self.open_reader else None
 
     def load(self, mesh: Mesh, dtype: str, seed: int = 0) -> Weights:
         """The weights on a mesh, in "float32" or "bfloat16". `seed` is of random weights.
@@ -74,15 +75,13 @@ class Source:
         Raises:
             ValueError: the checkpoint is broken or is not what its config says.
         """
-        if self.path is not None and self.kind == "orbax":
-            return orbax.restore(self.path, self.config, mesh, dtype)
+        if self.orbax_folder is not None:
+            return orbax.restore(self.orbax_folder, self.config, mesh, dtype)
         reader = self.tensors()
         if reader is None:
             return weights.random(self.config, mesh, dtype, seed)
-        try:
+        with contextlib.closing(reader):
             return weights.load(reader, self.config, mesh, dtype)
-        finally:
-            reader.close()
 
 
 def resolve(model: str, *, max_len: int = 0, random_weights: bool = False) -> Source:
@@ -104,7 +103,7 @@ def resolve(model: str, *, max_len: int = 0, random_weights: bool = False) -> So
     if not path.is_dir():
         raise ValueError(f"model is {model!r}; allowed: {_allowed()}")
     if (path / orbax.MANIFEST).exists():
-        return _orbax(model, path, max_len)
+        return _orbax(model, path)
     return _folder(model, path, max_len)
 
 
@@ -124,68 +123,53 @@ def _preset(name: str, max_len: int, random_weights: bool) -> Source:
             f"model is {name!r}, a preset of shapes without weights; allowed: tiny, smollm2-135m, or the path of a "
             "Hugging Face folder, a GGUF file or an orbax folder"
         )
-    tiny = name == "tiny"
-    return Source(
-        name,
-        PRESETS[name],
-        _TINY_TEMPLATE if tiny else None,
-        None,
-        "random",
-        tokenizers.byte_tokenizer() if tiny else None,
-    )
+    if name == "tiny":
+        return Source(name, PRESETS[name], _TINY_TEMPLATE, tokenizers.byte_tokenizer())
+    return Source(name, PRESETS[name])
 
 
 def _folder(name: str, path: Path, max_len: int) -> Source:
     if not (path / "config.json").exists():
         raise ValueError(f"model is {name!r}, a folder without config.json; allowed: {_allowed()}")
-    reader = SafetensorsReader(path)
-    try:
+    with contextlib.closing(SafetensorsReader(path)) as reader:
         there = reader.names()
-    finally:
-        reader.close()
     config = hf_config.from_dict(
         read_json(path / "config.json"),
         read_json(path / "generation_config.json"),
         has_tensor=there.__contains__,
         max_len=max_len,
     )
-    return _source(name, config, chat_template(path), path, "folder", tokenizers.from_folder(path))
+    tokenizer = tokenizers.from_folder(path)
+    open_reader = functools.partial(SafetensorsReader, path)
+    return Source(name, _with(config, tokenizer), chat_template(path), tokenizer, open_reader)
 
 
 def _gguf(name: str, path: Path, max_len: int) -> Source:
     header = gguf.read_header(path)
-    return _source(
-        name,
-        gguf_config.model_config(header, max_len),
-        header.metadata.get("tokenizer.chat_template"),
-        path,
-        "gguf",
-        tokenizers.from_gguf(header.metadata, str(path)),
-    )
+    tokenizer = tokenizers.from_gguf(header.metadata, str(path))
+    config = _with(gguf_config.model_config(header, max_len), tokenizer)
+    template = header.metadata.get("tokenizer.chat_template")
+    return Source(name, config, template, tokenizer, functools.partial(gguf.GgufReader, header))
 
 
-def _orbax(name: str, path: Path, max_len: int) -> Source:
-    config = orbax.read_config(path)
-    if max_len > config.max_position:
-        raise ValueError(f"max_model_len is {max_len}; allowed: <= {config.max_position}")
-    return _source(name, config, chat_template(path), path, "orbax", tokenizers.from_folder(path))
+def _orbax(name: str, path: Path) -> Source:
+    tokenizer = tokenizers.from_folder(path)
+    config = _with(orbax.read_config(path), tokenizer)
+    return Source(name, config, chat_template(path), tokenizer, orbax_folder=path)
 
 
-def _source(
-    name: str, config: ModelConfig, template: str | None, path: Path, kind: str, tokenizer: Tokenizer | None
-) -> Source:
-    """Adds what the tokenizer knows to the config."""
-    if tokenizer is not None:
-        if tokenizer.vocab_size > config.vocab_size:
-            _log.warning(
-                "%s: its tokenizer has %d tokens, the model only %d; a prompt with one of the others will be refused",
-                name,
-                tokenizer.vocab_size,
-                config.vocab_size,
-            )
-        eos = hf_config.merge_ids(config.eos_ids, tokenizer.eos_ids)
-        config = dataclasses.replace(config, eos_ids=eos, bos_id=tokenizer.bos_id)
-    return Source(name, config, template, path, kind, tokenizer)
+def _with(config: ModelConfig, tokenizer: Tokenizer | None) -> ModelConfig:
+    """Adds what the tokenizer knows to a config."""
+    if tokenizer is None:
+        return config
+    if tokenizer.vocab_size > config.vocab_size:
+        _log.warning(
+            "the tokenizer has %d tokens, the model only %d; prompts with one of the others will be refused",
+            tokenizer.vocab_size,
+            config.vocab_size,
+        )
+    eos = hf_config.merge_ids(config.eos_ids, tokenizer.eos_ids)
+    return dataclasses.replace(config, eos_ids=eos, bos_id=tokenizer.bos_id)
 
 
 def chat_template(folder: Path) -> str | None:

@@ -80,14 +80,14 @@ def _build(
     config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, Param, Index, np.dtype[Any]], Array]
 ) -> Weights:
     """Makes every parameter; `fill` gives the part of it that one device holds."""
-    parts = []
+    parts: list[dict[str, jax.Array]] = []
     for table, exact in zip(tables(config, mesh.size), tables(config, 1), strict=True):
-        arrays = {}
+        arrays: dict[str, jax.Array] = {}
         for name, param in table.items():
             sharding = NamedSharding(mesh, param.spec)
             shards: dict[tuple[tuple[int, int], ...], list[Any]] = {}
             for device, index in sharding.addressable_devices_indices_map(param.shape).items():
-                bounds = tuple(part.indices(size)[:2] for part, size in zip(index, param.shape, strict=True))
+                bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), param.shape, strict=True))
                 shards.setdefault(bounds, []).append(device)
             pieces = []
             for bounds, devices in shards.items():

@@ -83,16 +83,15 @@ def hf_name(name: str) -> str:
 class GgufReader:
     """A `TensorReader` over one GGUF file; quantised tensors are read as float32."""
 
-    def __init__(self, path: Path):
-        header = read_header(path)
-        self._path = str(path)
+    def __init__(self, header: Header):
+        self._path = str(header.path)
         self._tensors = {hf_name(name): tensor for name, tensor in header.tensors.items() if name != ROPE_FREQS}
         arch = header.metadata.get("general.architecture")
         heads = header.metadata.get(f"{arch}.attention.head_count")
         kv_heads = header.metadata.get(f"{arch}.attention.head_count_kv", heads)
         # Only the llama architecture has q and k in the order of neighbouring rotary pairs.
         self._heads = {"q_proj": heads, "k_proj": kv_heads} if arch == "llama" else {}
-        self._files = Files([path])
+        self._files = Files([header.path])
 
     def names(self) -> set[str]:
         return set(self._tensors)
@@ -124,7 +123,8 @@ class GgufReader:
         data = self._files.read(self._path, start + first * row, (stop - first) * row, name)
         if kind in _PLAIN:
             return np.frombuffer(data, _PLAIN[kind]).reshape(stop - first, *shape[1:])
-        blocks = np.frombuffer(data, np.uint8).reshape(stop - first, row)
+        # As one long row: the package works through rows in small groups, which is slow for many short ones.
+        blocks = np.frombuffer(data, np.uint8).reshape(1, -1)
         return gguf.quants.dequantize(blocks, gguf.GGMLQuantizationType[kind]).reshape(stop - first, *shape[1:])
 
 
