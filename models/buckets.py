@@ -1,0 +1,75 @@
+"""Padded sizes that programs are compiled for. Enters: an instance's limits. Leaves: ascending sizes, and which
+(T, B) pair serves a load. Called by the instance, by whoever writes its spec, and by warm-up. Pure arithmetic.
+"""
+
+import dataclasses
+
+# Every padded token costs what a real one costs, so the steps are small where prompts are short.
+_CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+_MIXED_FROM = 64  # smaller chunks ride in a pass of this size: decode rows cost more than the padding
+_MIXED_SIZES = 4
+
+
+def chunk_buckets(max_chunk: int) -> tuple[int, ...]:
+    """Padded prompt tokens of one pass; the last is max_chunk itself."""
+    return (*(size for size in _CHUNKS if size < max_chunk), max_chunk)
+
+
+def row_buckets(max_rows: int) -> tuple[int, ...]:
+    """Padded decode rows of one pass: powers of two and max_rows itself; none for an instance without rows."""
+    powers = (1 << i for i in range(max_rows.bit_length()))
+    return (*(size for size in powers if size < max_rows), max_rows) if max_rows else ()
+
+
+def wire_buckets(max_chunk: int) -> tuple[int, ...]:
+    """Padded token counts T of KV on the wire, as an instance with this max_chunk sends it."""
+    return chunk_buckets(max_chunk)
+
+
+def layer_groups(num_layers: int, stream_layers: int) -> tuple[tuple[int, ...], ...]:
+    """Layer numbers of each group: groups of `stream_layers`, or of about 6; the last may be smaller."""
+    size = stream_layers or next((n for n in (6, 5, 4) if num_layers % n == 0), 6)
+    return tuple(tuple(range(at, min(at + size, num_layers))) for at in range(0, num_layers, size))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Buckets:
+    """The passes of one instance. Decode rows beside a chunk are always padded to the largest row bucket."""
+
+    chunks: tuple[int, ...]
+    rows: tuple[int, ...]
+
+    @property
+    def mixed(self) -> tuple[int, ...]:
+        """Chunk sizes that decode rows may ride with."""
+        if not self.rows:
+            return ()
+        large = [size for size in self.chunks if size >= _MIXED_FROM] or [self.chunks[-1]]
+        step = -(-len(large) // _MIXED_SIZES)
+        return tuple(large[::-1][::step][::-1])  # the largest is always among them
+
+    @property
+    def pairs(self) -> tuple[tuple[int, int], ...]:
+        """Every (T, B) there is a program for."""
+        prefill = [(T, 0) for T in self.chunks]
+        decode = [(0, B) for B in self.rows]
+        return (*prefill, *decode, *((T, self.rows[-1]) for T in self.mixed))
+
+    def program_for(self, chunk_tokens: int, rows: int) -> tuple[int, int]:
+        """The smallest (T, B) that takes this load.
+
+        Raises:
+            ValueError: more tokens or rows than the largest bucket.
+        """
+        for name, size, sizes in (("chunk_tokens", chunk_tokens, self.chunks), ("rows", rows, self.rows)):
+            if size > (sizes[-1] if sizes else 0):
+                raise ValueError(f"{name} is {size}; allowed: at most {sizes[-1] if sizes else 0}")
+        if not rows:
+            return _fit(self.chunks, chunk_tokens), 0
+        if not chunk_tokens:
+            return 0, _fit(self.rows, rows)
+        return _fit(self.mixed, chunk_tokens), self.rows[-1]
+
+
+def _fit(sizes: tuple[int, ...], size: int) -> int:
+    return next(bucket for bucket in sizes if bucket >= size)

@@ -1,0 +1,53 @@
+"""The KV pool of one instance: what its arrays look like and how large they are.
+
+Enters: a model, a mesh and a number of pages. Leaves: one pair of arrays per layer, which the programs take as
+donated arguments and give back updated in place. Page 0 is the zero page: block tables are padded with it and nothing
+ever writes to it.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from pdjax.models.config import ModelConfig
+from pdjax.models.sharding import KV
+
+POOL_SPEC = PartitionSpec(None, KV)  # kv heads are axis 1 of both arrays
+WIRE_SPEC = PartitionSpec(None, None, None, KV)  # [layers, 2, T, K, H]
+
+
+class LayerKV(NamedTuple):
+    """The pages of one layer. K lies transposed: its product with q then reads 1.8 times faster on CPU."""
+
+    k: jax.Array  # [N, K, H, P]
+    v: jax.Array  # [N, K, P, H]
+
+
+def kv_dtype(weights_dtype: Any, devices: Iterable[Any]) -> np.dtype:
+    """The dtype KV is kept in: float32 on CPU (XLA widens a whole bf16 cache to update it), else the weights'."""
+    if any(device.platform == "cpu" for device in devices):
+        return np.dtype(np.float32)
+    return np.dtype(weights_dtype)
+
+
+def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
+    """Bytes of K and V of one token over all layers."""
+    return 2 * config.num_layers * config.num_kv_heads * config.head_dim * np.dtype(dtype).itemsize
+
+
+def make_pool(config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: Any) -> list[LayerKV]:
+    """Zeroed pages for every layer, kv heads sharded over "kv"."""
+    K, H = config.num_kv_heads, config.head_dim
+    k = _zeros((num_pages, K, H, page_size), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
+    v = _zeros((num_pages, K, page_size, H), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
+    return [LayerKV(k(), v()) for _ in range(config.num_layers)]
+
+
+@functools.cache
+def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
+    return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -1,0 +1,69 @@
+"""Compiles every program of an instance before it serves, and measures them. Enters: an instance without traffic.
+Leaves: an instance that compiles nothing any more, and (load, seconds) samples for a latency model. Called by
+`Instance.warmup`.
+
+Programs are compiled in parallel threads, which jit's cache then finds, and after that called once each through the
+very paths that serve: only a real call fills the fast path of jit.
+"""
+
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from pdjax.latency import Load
+
+if TYPE_CHECKING:
+    from pdjax.instance import Instance
+
+Progress = Callable[[int, int, str], None]  # done, total, what
+
+_COMPILERS = 2  # threads: more gain nothing, tracing holds the interpreter
+_CONTEXT = 256  # tokens before the chunk, or of a row, in the second sample of each shape
+_SHORT_S = 0.1  # passes shorter than this are timed three times, others twice
+
+
+def warm_up(instance: "Instance", progress: Progress | None = None) -> list[tuple[Load, float]]:
+    """Compiles, calls and times; pages and slots are left as they are. Returns samples for `pdjax.latency.fit`."""
+    report = progress or (lambda done, total, what: None)
+    loads = _loads(instance)
+    with ThreadPoolExecutor(_COMPILERS) as pool:
+        jobs = [(name, pool.submit(_compile, fn, args)) for name, fn, args in instance.programs()]
+        total = len(jobs) + len(loads)
+        for done, (name, job) in enumerate(jobs):
+            report(done, total, name)
+            job.result()
+    instance.rehearse_transfers()
+    samples = []
+    for done, load in enumerate(loads, start=len(jobs)):
+        report(done, total, f"measure {load.chunks or ''} {load.rows or ''}".strip())
+        samples.append((load, _seconds(instance, load)))
+    report(total, total, "ready")
+    return samples
+
+
+def _compile(fn: Any, args: tuple[Any, ...]) -> None:
+    fn.lower(*args).compile()
+
+
+def _loads(instance: "Instance") -> list[Load]:
+    """Every pass shape at its full size, first with no context to speak of, then with `_CONTEXT` tokens of it."""
+    room = instance.spec.max_model_len
+    loads = []
+    for T, B in instance.buckets.pairs:
+        for context in (0, _CONTEXT):
+            prior, held = min(context, room - T), min(context + 1, room)
+            loads.append(Load(((T, prior),) if T else (), B, B * held, held if B else 0))
+    return loads
+
+
+def _seconds(instance: "Instance", load: Load) -> float:
+    instance.rehearse(load).wait()
+    times: list[float] = []
+    while len(times) < (3 if max(times, default=0.0) < _SHORT_S else 2):
+        began = time.perf_counter()
+        instance.rehearse(load).wait()
+        times.append(time.perf_counter() - began)
+    return float(np.median(times))
