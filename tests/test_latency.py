@@ -1,0 +1,103 @@
+"""The latency model: hand-computed predictions, and fitting that finds what made the samples."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pdjax.latency import LatencyModel, Load, bucket, features, fit
+from pdjax.messages import InstanceSpec, Role
+
+SPEC = InstanceSpec(
+    index=0,
+    role=Role.MIXED,
+    devices=1,
+    max_rows=8,
+    max_chunk=64,
+    max_chunks=4,
+    page_size=16,
+    num_pages=64,
+    max_model_len=512,
+    kv_bytes_per_token=1024,
+    chunk_buckets=(16, 32, 64),
+    row_buckets=(1, 4, 8),
+)
+EXACT = dataclasses.replace(SPEC, chunk_buckets=(), row_buckets=())
+
+
+def loads(count, seed=0):
+    rng = np.random.default_rng(seed)
+    for _ in range(count):
+        chunks = tuple((int(rng.integers(1, 64)), int(rng.integers(0, 400))) for _ in range(rng.integers(0, 3)))
+        contexts = rng.integers(1, 500, size=rng.integers(0, 9))
+        if chunks or len(contexts):
+            yield Load(chunks, len(contexts), int(contexts.sum()), int(contexts.max(initial=0)))
+
+
+def test_features_are_those_of_padded_programs():
+    load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, max_context=50)
+    assert features(SPEC, load) == (32, 10 * 5 + 7 * 103.5, 4, 90, 150)
+    assert features(EXACT, load) == (17, 10 * 5 + 7 * 103.5, 3, 90, 150)
+
+
+def test_an_iteration_is_a_constant_and_the_weighted_features():
+    model = LatencyModel(iteration=(1, 2, 3, 4, 5, 6))
+    load = Load(((2, 3),), rows=2, context_tokens=7, max_context=4)
+    assert model.iteration_s(EXACT, load) == 1 + 2 * 2 + 3 * 8 + 4 * 2 + 5 * 7 + 6 * 8
+
+
+def test_an_empty_iteration_takes_no_time():
+    assert LatencyModel().iteration_s(SPEC, Load()) == 0
+
+
+def test_a_prefill_is_the_sum_of_its_chunks():
+    model = LatencyModel()
+    chunks = [Load(((64, 10),)), Load(((64, 74),)), Load(((22, 138),))]
+    assert model.prefill_s(SPEC, 150, prior=10) == pytest.approx(sum(model.iteration_s(SPEC, c) for c in chunks))
+    assert model.prefill_s(SPEC, 0) == 0
+
+
+def test_a_decode_step_is_an_iteration_without_chunks():
+    model = LatencyModel()
+    assert model.decode_s(SPEC, 3, 90, 50) == model.iteration_s(SPEC, Load((), 3, 90, 50))
+
+
+def test_a_transfer_is_a_latency_and_a_bandwidth():
+    assert LatencyModel(transfer_alpha_s=0.5, transfer_bytes_per_s=100).transfer_s(300) == 3.5
+
+
+@settings(derandomize=True, deadline=None)
+@given(st.lists(st.integers(1, 100), unique=True), st.integers(0, 120))
+def test_bucket_is_the_smallest_that_holds_the_size(sizes, size):
+    got = bucket(sorted(sizes), size)
+    fitting = [b for b in sizes if b >= size]
+    assert got == (0 if size == 0 else min(fitting, default=size))
+
+
+def test_fit_finds_the_coefficients_that_made_the_samples():
+    truth = LatencyModel(iteration=(4e-3, 5e-4, 2e-7, 1e-3, 3e-6, 1e-7))
+    fitted = fit(SPEC, [(load, truth.iteration_s(SPEC, load)) for load in loads(200)])
+    assert fitted.iteration == pytest.approx(truth.iteration, rel=1e-4)
+
+
+def test_fit_under_noise_predicts_other_loads_within_the_noise():
+    truth = LatencyModel(iteration=(4e-3, 5e-4, 2e-7, 1e-3, 3e-6, 1e-7))
+    noise = np.random.default_rng(1).uniform(0.9, 1.1, size=400)
+    fitted = fit(SPEC, [(load, truth.iteration_s(SPEC, load) * f) for load, f in zip(loads(400), noise, strict=False)])
+    for load in loads(50, seed=2):
+        assert fitted.iteration_s(SPEC, load) == pytest.approx(truth.iteration_s(SPEC, load), rel=0.1)
+
+
+def test_fit_gives_no_negative_coefficient_and_keeps_the_transfer_constants():
+    base = LatencyModel(transfer_alpha_s=7.0, transfer_bytes_per_s=8.0)
+    shrinking = [(Load(rows=rows, context_tokens=10 * rows, max_context=10), 1.0 / rows) for rows in range(1, 9)]
+    fitted = fit(SPEC, shrinking, base)
+    assert min(fitted.iteration) >= 0
+    assert (fitted.transfer_alpha_s, fitted.transfer_bytes_per_s) == (7.0, 8.0)
+
+
+def test_fit_without_samples_is_refused():
+    with pytest.raises(ValueError, match="samples is empty; allowed: at least one"):
+        fit(SPEC, [])
