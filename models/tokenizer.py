@@ -12,10 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from pdjax.models.hf_config import merge_ids
 
+_SPACE = "\u2581"  # how sentencepiece writes a space
 _REPLACEMENT = "\ufffd"  # what the backend decodes an incomplete UTF-8 character to
 
 
@@ -126,28 +127,33 @@ def from_gguf(metadata: dict[str, Any], file: str) -> Tokenizer:
         ValueError: it is of a kind that is not built here.
     """
     kind, split = metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre")
-    if kind != "gpt2" or split not in ("smollm", "gpt-2"):
-        raise ValueError(
-            f"{file}: tokenizer.ggml.model is {kind!r} with tokenizer.ggml.pre {split!r}; allowed: 'gpt2' with "
-            "'smollm' or 'gpt-2'. For other models give a Hugging Face folder, which has a tokenizer.json"
-        )
+    needed = ["tokens", "scores" if kind == "llama" else "merges"]
+    missing = [key for key in needed if f"tokenizer.ggml.{key}" not in metadata]
+    if missing:
+        raise ValueError(f"{file}: metadata 'tokenizer.ggml.{missing[0]}' is missing")
     tokens: list[str] = metadata["tokenizer.ggml.tokens"]
-    merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
-    backend = tokenizers.Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    _byte_level(backend, digits=split == "smollm")
+    if kind == "llama":
+        backend = _sentencepiece(tokens, metadata["tokenizer.ggml.scores"])
+        if not metadata.get("tokenizer.ggml.add_space_prefix", True):
+            backend.normalizer = normalizers.Replace(" ", _SPACE)
+    elif kind == "gpt2" and split in ("smollm", "gpt-2"):
+        merges = [tuple(merge.split(" ", 1)) for merge in metadata["tokenizer.ggml.merges"]]
+        backend = tokenizers.Tokenizer(models.BPE(_numbered(tokens), merges))
+        _byte_level(backend, digits=split == "smollm")
+    else:
+        raise ValueError(
+            f"{file}: tokenizer.ggml.model is {kind!r} with tokenizer.ggml.pre {split!r}; allowed: 'llama', or 'gpt2' "
+            "with 'smollm' or 'gpt-2'. For other models give a Hugging Face folder, which has a tokenizer.json"
+        )
     # Types of the format: 3 control (matched whole, never shown), 4 user-defined (matched whole, shown).
     types = metadata.get("tokenizer.ggml.token_type", [])
     for wanted, special in ((3, True), (4, False)):
-        backend.add_tokens(
-            [
-                AddedToken(token, special=special, normalized=False)
-                for token, type_ in zip(tokens, types, strict=False)
-                if type_ == wanted
-            ]
-        )
+        matched = [token for token, type_ in zip(tokens, types, strict=False) if type_ == wanted]
+        backend.add_tokens([AddedToken(token, special=special, normalized=False) for token in matched])
+    adds_bos = metadata.get("tokenizer.ggml.add_bos_token", kind == "llama")
     return Tokenizer(
         backend,
-        bos_id=metadata.get("tokenizer.ggml.bos_token_id") if metadata.get("tokenizer.ggml.add_bos_token") else None,
+        bos_id=metadata.get("tokenizer.ggml.bos_token_id") if adds_bos else None,
         eos_ids=merge_ids(metadata.get("tokenizer.ggml.eos_token_id"), metadata.get("tokenizer.ggml.eot_token_id")),
     )
 
@@ -175,6 +181,28 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(table, dict):
         raise ValueError(f"{path}: holds {type(table).__name__}; allowed: a JSON object")
     return table
+
+
+def _numbered(tokens: list[str]) -> dict[str, int]:
+    return {token: i for i, token in enumerate(tokens)}
+
+
+def _sentencepiece(tokens: list[str], scores: list[float]) -> tokenizers.Tokenizer:
+    """BPE as sentencepiece does it: of all neighbours that form a token, the best-scored is joined first."""
+    vocab = _numbered(tokens)
+    merges = [
+        (-scores[i], vocab[token[:cut]], vocab[token[cut:]])
+        for token, i in vocab.items()
+        for cut in range(1, len(token))
+        if token[:cut] in vocab and token[cut:] in vocab
+    ]
+    pairs = [(tokens[left], tokens[right]) for _, left, right in sorted(merges)]
+    backend = tokenizers.Tokenizer(models.BPE(vocab, pairs, unk_token=tokens[0], fuse_unk=True, byte_fallback=True))
+    backend.normalizer = normalizers.Sequence([normalizers.Prepend(_SPACE), normalizers.Replace(" ", _SPACE)])
+    backend.decoder = decoders.Sequence(
+        [decoders.Replace(_SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    return backend
 
 
 def _byte_level(backend: tokenizers.Tokenizer, digits: bool) -> None:
