@@ -169,7 +169,7 @@ def summarize(
         duration_s: from the first arrival to the last answer, > 0.
         slo: judge by this instead of each record's own.
         targets: limits on percentiles of the whole run.
-        iterations: for host_gap_ms.
+        iterations: for host_gap_ms and the count of iterations.
 
     Returns:
         devices, num_requests and how they ended: completed, rejected, failed, aborted; preempted (how often a row lost
@@ -177,7 +177,8 @@ def summarize(
         output_tokens_per_s, goodput_rps; slo_attainment (met / all) and slo_kept (the same for each limit alone);
         ttft_ms, tpot_ms, itl_ms, e2e_ms, stages_ms and host_gap_ms as `spread`s (max_itl_ms: of each request's largest
         gap); kv_transfer: count, bytes, ms (a spread of the time in which a request's bytes moved), share_of_e2e
-        (that time / E2E, of the requests that moved) and overlap (the share of it that prefill hid); targets.
+        (that time / E2E, of the requests that moved) and overlap (the share of it that prefill hid); iterations, how
+        many by what they computed; targets.
 
     Raises:
         ValueError: duration_s is not positive.
@@ -216,6 +217,11 @@ def summarize(
         "kv_transfer": _kv_transfer(done),
         "stages_ms": {name: spread(stage[name] for stage in stages) for name in PARTS},
         "host_gap_ms": spread(1e3 * iteration.host_gap_s for iteration in iterations),
+        "iterations": {
+            "prefill": sum(not iteration.rows for iteration in iterations),
+            "decode": sum(not iteration.chunk_tokens for iteration in iterations),
+            "mixed": sum(bool(iteration.rows and iteration.chunk_tokens) for iteration in iterations),
+        },
         "targets": [_check(target, spreads) for target in targets],
     }
 

@@ -145,21 +145,6 @@ def iteration_name(iteration: IterationRecord) -> str:
     return f"mixed {iteration.chunk_tokens} x{iteration.rows}"
 
 
-def busy_spans(report: Report) -> list[tuple[IterationRecord, float, float]]:
-    """Each iteration with the seconds in which its instance worked on it, none overlapping on one instance.
-
-    An iteration may be dispatched while the one before it still runs; its own time begins when that one ends.
-    """
-    free: dict[int, float] = {}
-    spans = []
-    for iteration in sorted(report.iterations, key=lambda i: (i.instance, i.number)):
-        begin = max(iteration.started_s, free.get(iteration.instance, iteration.started_s))
-        end = max(begin, iteration.finished_s)
-        free[iteration.instance] = end
-        spans.append((iteration, begin, end))
-    return spans
-
-
 def chrome_trace(runs: Mapping[str, Report]) -> dict[str, Any]:
     """All runs in Chrome trace format; times are microseconds since the run's first arrival."""
     events: list[dict[str, Any]] = []
@@ -168,7 +153,7 @@ def chrome_trace(runs: Mapping[str, Report]) -> dict[str, Any]:
         for index in range(len(report.specs)):
             name = instance_name(report, index)
             events.append({"ph": "M", "pid": pid, "tid": index, "name": "thread_name", "args": {"name": name}})
-        for iteration, begin, end in busy_spans(report):
+        for iteration in report.iterations:
             events.append(
                 {
                     "ph": "X",
@@ -176,8 +161,8 @@ def chrome_trace(runs: Mapping[str, Report]) -> dict[str, Any]:
                     "name": iteration_name(iteration),
                     "pid": pid,
                     "tid": iteration.instance,
-                    "ts": 1e6 * (begin - report.start_s),
-                    "dur": 1e6 * (end - begin),
+                    "ts": 1e6 * (iteration.started_s - report.start_s),
+                    "dur": 1e6 * (iteration.finished_s - iteration.started_s),
                     "args": {"number": iteration.number, "requests": list(iteration.requests)},
                 }
             )

@@ -219,6 +219,11 @@ def test_host_gap_and_preemptions_are_summed_up():
     assert summary["preempted"] == 3
 
 
+def test_iterations_are_counted_by_what_they_computed():
+    passes = [IterationRecord(0, n, *work, 0.0, 1.0) for n, work in enumerate([(9, 0), (9, 0), (0, 3), (9, 3)])]
+    assert summarize(record(), iterations=passes)["iterations"] == {"prefill": 2, "decode": 1, "mixed": 1}
+
+
 def test_summary_keys_do_not_depend_on_values():
     def keys(value):
         return {key: keys(inner) for key, inner in value.items()} if isinstance(value, dict) else None
