@@ -11,8 +11,8 @@ _MIXED_SIZES = 4
 
 
 def chunk_buckets(max_chunk: int) -> tuple[int, ...]:
-    """Padded prompt tokens of one pass; the last is max_chunk itself."""
-    return (*(size for size in _CHUNKS if size < max_chunk), max_chunk)
+    """Padded prompt tokens of one pass; the last is max_chunk itself; none for an instance that takes no prompts."""
+    return (*(size for size in _CHUNKS if size < max_chunk), max_chunk) if max_chunk else ()
 
 
 def row_buckets(max_rows: int) -> tuple[int, ...]:
@@ -42,7 +42,7 @@ class Buckets:
     @property
     def mixed(self) -> tuple[int, ...]:
         """Chunk sizes that decode rows may ride with."""
-        if not self.rows:
+        if not self.rows or not self.chunks:
             return ()
         large = [size for size in self.chunks if size >= _MIXED_FROM] or [self.chunks[-1]]
         step = -(-len(large) // _MIXED_SIZES)

@@ -171,8 +171,9 @@ class IterationDone:
     Attributes:
         rows: (slot, token) of every decode row, in batch order.
         firsts: (request, token) of every chunk that was `last`.
-        started_s, finished_s: when its first program was dispatched and when its tokens arrived.
-        host_gap_s: how long the device had nothing to do before it.
+        started_s, finished_s: when the device could start it (dispatched, the one before it done), and when its
+            tokens were on the host.
+        host_gap_s: how long the device stood still between the decode step before and this one.
     """
 
     instance: int

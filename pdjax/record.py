@@ -75,10 +75,10 @@ class IterationRecord:
         number: its number on that instance, as in `pdjax.messages.Iteration`.
         chunk_tokens: prompt tokens computed.
         rows: decode rows that made a step.
-        started_s, finished_s: when its first program was dispatched and when its tokens were on the host. The next
-            iteration may be dispatched before this one is finished.
+        started_s, finished_s: when the device could start it (dispatched, the one before it done), and when its
+            tokens were on the host: iterations of one instance do not overlap.
         requests: ids, as in `RequestRecord.request_id`, of the requests whose prompt tokens it computed.
-        host_gap_s: how long the device had nothing to do before it.
+        host_gap_s: how long the device stood still between the decode step before and this one.
     """
 
     instance: int

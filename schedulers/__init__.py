@@ -2,12 +2,25 @@
 
 from collections.abc import Callable
 
-from pdjax.schedulers.base import Scheduler
+from pdjax.schedulers.base import Place, Plan, Reject, Scheduler, Traits, Wait, take_chunks
 from pdjax.schedulers.colocated import ChunkedColocated, Colocated
 from pdjax.schedulers.disaggregated import Disaggregated
 from pdjax.schedulers.dynamic import Dynamic
 
-__all__ = ["SCHEDULERS", "ChunkedColocated", "Colocated", "Disaggregated", "Dynamic", "Scheduler"]
+__all__ = [
+    "SCHEDULERS",
+    "ChunkedColocated",
+    "Colocated",
+    "Disaggregated",
+    "Dynamic",
+    "Place",
+    "Plan",
+    "Reject",
+    "Scheduler",
+    "Traits",
+    "Wait",
+    "take_chunks",
+]
 
 # By the name that configurations and flags use; the argument says from how many prompt tokens on KV is streamed.
 SCHEDULERS: dict[str, Callable[[int | None], Scheduler]] = {

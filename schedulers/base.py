@@ -141,8 +141,25 @@ class Plan:
         return bool(self.chunks) or self.decode
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Traits:
+    """What an engine builds for a policy: which instances, and which programs they are warmed up for.
+
+    Attributes:
+        colocated: all instances are MIXED; otherwise there are PREFILL and DECODE ones.
+        prefill_decodes, decode_prefills: whether instances of that role also do the other's work.
+    """
+
+    colocated: bool = False
+    prefill_decodes: bool = True
+    decode_prefills: bool = True
+
+
 class Scheduler(Protocol):
-    """A placement policy. Three methods, called by the controller; none may keep it waiting."""
+    """A placement policy. Three methods, called by the controller; none may keep it waiting.
+
+    A policy may have an attribute `traits`; without it, its engine has PREFILL and DECODE instances that can do all.
+    """
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait | Reject:
         """Where a waiting request goes."""
@@ -173,6 +190,14 @@ def take_chunks(instance: InstanceView, budget: int) -> tuple[tuple[Ask, int], .
         chunks.append((ask, take))
         left -= take
     return tuple(chunks)
+
+
+def traits_of(scheduler: Scheduler) -> Traits:
+    """The policy's `traits`, or those of a policy that says nothing."""
+    traits = getattr(scheduler, "traits", Traits())
+    if not isinstance(traits, Traits):
+        raise ValueError(f"{type(scheduler).__name__}.traits is {traits!r}; allowed: a pdjax.schedulers.Traits")
+    return traits
 
 
 def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:

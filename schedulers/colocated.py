@@ -6,13 +6,15 @@ parts, in one fused pass (Sarathi-Serve, section 4; Dynamic SplitFuse): the stal
 """
 
 from pdjax.messages import Role
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Wait, able, take_chunks
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Traits, Wait, able, take_chunks
 
 MAX_STREAK = 4  # prefill iterations in a row while rows wait: prompts must not starve running requests for ever
 
 
 class Colocated:
     """Prefill-first; requests go to the instance with the least work."""
+
+    traits = Traits(colocated=True)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
         views = able(cluster.instances, *Role)

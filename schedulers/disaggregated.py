@@ -7,11 +7,13 @@ then it stays on the prefill side, which is the backpressure.
 """
 
 from pdjax.messages import Role
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Wait, able, take_chunks
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Traits, Wait, able, take_chunks
 
 
 class Disaggregated:
     """Streams prompts of at least `stream_from` tokens (None: pulls all)."""
+
+    traits = Traits(prefill_decodes=False, decode_prefills=False)
 
     def __init__(self, stream_from: int | None = None) -> None:
         if stream_from is not None and stream_from < 1:

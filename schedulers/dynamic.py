@@ -12,7 +12,7 @@ import dataclasses
 from pdjax.latency import Load
 from pdjax.messages import Role
 from pdjax.request import SLO
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Wait, able
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Traits, Wait, able
 from pdjax.schedulers.disaggregated import Disaggregated, least_loaded
 
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 500.0, 50.0  # for requests that bring no limit of their own
@@ -44,6 +44,8 @@ class Choice:
 
 class Dynamic(Disaggregated):
     """Local or remote prefill by prediction. Remote prompts move as `Disaggregated` moves them."""
+
+    traits = Traits(prefill_decodes=False, decode_prefills=True)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
         sources = able(cluster.instances, Role.PREFILL, Role.MIXED)

@@ -1,0 +1,182 @@
+"""From a configuration to instances: which there are, on which devices, how large. Called once by the engine.
+
+Everything that can be refused is refused before anything is loaded: the checks need the model's config only.
+"""
+
+import contextlib
+import dataclasses
+import logging
+import os
+from collections.abc import Callable, Sequence
+
+import jax
+from jax.sharding import Mesh
+
+from pdjax.config import EngineConfig
+from pdjax.instance import Instance
+from pdjax.latency import LatencyModel, fit
+from pdjax.messages import InstanceSpec, Role
+from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
+from pdjax.models.config import ModelConfig
+from pdjax.models.kv import kv_bytes_per_token, kv_dtype
+from pdjax.models.sharding import make_mesh, split
+from pdjax.models.source import Source
+from pdjax.schedulers import SCHEDULERS
+from pdjax.schedulers.base import Scheduler, Traits
+
+Progress = Callable[[int, int, str], None]  # done, total, what
+
+MAX_CONTEXT = 8192  # tokens of a request unless more is asked for: 131072 tokens of KV are nobody's default
+USUAL_TOKENS = 1024  # what the default pools hold per request
+MAX_CHUNKS = 8  # prompts in one iteration of an instance that also decodes
+_log = logging.getLogger("pdjax")
+
+
+def scheduler_of(config: EngineConfig) -> Scheduler:
+    """The policy that the configuration names, or brings.
+
+    Raises:
+        ValueError: an unknown name, or an object without the three methods.
+    """
+    named, names = config.scheduler, ", ".join(SCHEDULERS)
+    if isinstance(named, str):
+        if named not in SCHEDULERS:
+            raise ValueError(f"scheduler is {named!r}; allowed: {names}, or a Scheduler")
+        return SCHEDULERS[named](1 if config.stream_layers else None)
+    for method in ("place", "hand_off", "iterate"):
+        if not callable(getattr(named, method, None)):
+            raise ValueError(f"scheduler is {named!r}, without {method}(); allowed: {names}, or a Scheduler")
+    return named
+
+
+def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[InstanceSpec, ...]:
+    """The instances of an engine. With a colocated policy the devices of both pools, at decode_tp each.
+
+    Raises:
+        ValueError: an impossible mesh, or pages too few for one request.
+    """
+    max_len = _max_model_len(config, model)
+    prefill_chunk = min(config.prefill_chunk or 256, max_len)
+    decode_chunk = min(config.decode_chunk or max(prefill_chunk // 2, 1), max_len)
+    prefill = _Pool(
+        Role.PREFILL, config.prefill_tp, config.prefill_num_pages, prefill_chunk, config.prefill_max_batch,
+        config.decode_max_batch if traits.prefill_decodes else 0,
+    )  # fmt: skip
+    decode = _Pool(
+        Role.DECODE, config.decode_tp, config.decode_num_pages, decode_chunk if traits.decode_prefills else 0,
+        MAX_CHUNKS, config.decode_max_batch,
+    )  # fmt: skip
+    if not traits.colocated:
+        pools = [prefill] * config.prefill_instances + [decode] * config.decode_instances
+    else:
+        devices = config.prefill_instances * config.prefill_tp + config.decode_instances * config.decode_tp
+        if devices % config.decode_tp:
+            raise ValueError(
+                f"decode_tp is {config.decode_tp}; allowed: a divisor of the {devices} devices of both pools, "
+                "since colocated instances use them all"
+            )
+        mixed = dataclasses.replace(
+            decode, role=Role.MIXED, chunk=prefill_chunk, chunks=max(MAX_CHUNKS, config.prefill_max_batch)
+        )
+        pools = [mixed] * (devices // config.decode_tp)
+    return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
+
+
+def devices_for(count: int) -> list[jax.Device]:
+    """The first `count` devices. On CPU, JAX is asked for as many, if it has not started yet.
+
+    Raises:
+        ValueError: there are fewer.
+    """
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # Refused when a backend runs already: what it has must do.
+        with contextlib.suppress(RuntimeError):
+            jax.config.update("jax_num_cpu_devices", max(count, jax.config.values["jax_num_cpu_devices"]))
+    devices = jax.devices()
+    if len(devices) < count:
+        raise ValueError(
+            f"the instances need {count} devices; there are {len(devices)} of platform {devices[0].platform}. On CPU, "
+            f'call jax.config.update("jax_num_cpu_devices", {count}) before the first use of JAX'
+        )
+    return devices[:count]
+
+
+def build(
+    config: EngineConfig, source: Source, specs: Sequence[InstanceSpec], progress: Progress | None
+) -> tuple[list[Instance], list[LatencyModel]]:
+    """Loads the weights onto every instance's mesh, compiles its programs and fits its latency model."""
+    devices = devices_for(sum(spec.devices for spec in specs))
+    instances, models = [], []
+    peers = sorted({size for spec in specs for size in wire_buckets(spec.max_chunk)})
+    for spec in specs:
+        mine, devices = devices[: spec.devices], devices[spec.devices :]
+        mesh: Mesh = make_mesh(source.config, mine)
+        weights = source.load(mesh, config.dtype)
+        instance = Instance(spec, source.config, weights, mesh, stream_layers=config.stream_layers, peer_buckets=peers)
+        model = LatencyModel()
+        if config.warmup:
+            label = f"{spec.role.value} instance {spec.index}"
+            samples = instance.warmup(_labelled(progress, label))
+            model = fit(spec, samples, model)
+            _log.info("%s is warm: %s", label, model)
+        instances.append(instance)
+        models.append(model)
+    return instances, models
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class _Pool:
+    role: Role
+    tp: int
+    num_pages: int
+    chunk: int
+    chunks: int
+    rows: int
+
+
+def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max_len: int) -> InstanceSpec:
+    try:
+        split(model, pool.tp)
+    except ValueError as error:
+        raise ValueError(f"{'decode' if pool.role is not Role.PREFILL else 'prefill'}_{error}") from None
+    one = -(-max_len // config.page_size)
+    usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
+    pages = pool.num_pages or 1 + max(one, usual * max(pool.rows, 2 * pool.chunks if not pool.rows else 0))
+    if pages - 1 < one:
+        side = "prefill" if pool.role is Role.PREFILL else "decode"
+        raise ValueError(
+            f"{side}_num_pages is {pages}; allowed: at least {one + 1} for one request of max_model_len = {max_len} "
+            f"tokens at page_size = {config.page_size} (page 0 is never given out)"
+        )
+    return InstanceSpec(
+        index=index,
+        role=pool.role,
+        devices=pool.tp,
+        max_rows=pool.rows,
+        max_chunk=pool.chunk,
+        max_chunks=pool.chunks,
+        page_size=config.page_size,
+        num_pages=pages,
+        max_model_len=max_len,
+        # What the KV of a token takes on the devices at hand is known when they are; specs describe CPU or GPU alike.
+        kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype(config.dtype, jax.devices()[:1])),
+        chunk_buckets=chunk_buckets(pool.chunk),
+        row_buckets=row_buckets(pool.rows),
+    )
+
+
+def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
+    if config.max_model_len > model.max_position:
+        raise ValueError(
+            f"max_model_len is {config.max_model_len}; allowed: at most {model.max_position}, the model's context"
+        )
+    if config.max_model_len:
+        return config.max_model_len
+    given = [pages for pages in (config.prefill_num_pages, config.decode_num_pages) if pages]
+    return min([model.max_position, MAX_CONTEXT, *((pages - 1) * config.page_size for pages in given)])
+
+
+def _labelled(progress: Progress | None, label: str) -> Progress | None:
+    if progress is None:
+        return None
+    return lambda done, total, what: progress(done, total, f"{label}: {what}")

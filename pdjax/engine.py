@@ -1,0 +1,268 @@
+"""The public door: an engine in this process. Prompts in; text, tokens and timelines out.
+
+    with pdjax.Engine(pdjax.EngineConfig(model="smollm2-135m")) as engine:
+        print(engine.generate(["The capital of France is"], pdjax.SamplingParams(temperature=0))[0].text)
+
+One thread runs the controller: it takes the next event of the cluster, and submits the commands that follow from it.
+"""
+
+import dataclasses
+import itertools
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+import jax
+
+from pdjax import compiles
+from pdjax.build import Progress, build, devices_for, scheduler_of, specs_of
+from pdjax.config import EngineConfig
+from pdjax.controller import Controller
+from pdjax.handle import Delta, Handle, Result
+from pdjax.local import LocalCluster
+from pdjax.messages import Abort, Arrival, InstanceSpec, Tick
+from pdjax.models.source import resolve
+from pdjax.prompts import Prompt, check_length, check_stop_ids, encode
+from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.replay import Recorder, replay
+from pdjax.report import Report
+from pdjax.request import SLO, Request, SamplingParams
+from pdjax.schedulers.base import traits_of
+from pdjax.transfer.device_put import DevicePut
+from pdjax.workload import Workload
+
+CLOSE_S = 5.0
+
+
+class Engine:
+    """Serves one model. A context manager; safe from any thread.
+
+    Args:
+        config: see `EngineConfig`.
+        progress: told (done, total, what) while programs are compiled.
+
+    Attributes:
+        warmup_s: seconds from the first weight to the last compiled program.
+        compile_s: of these, seconds in XLA.
+
+    Raises:
+        ValueError: a configuration that cannot be served, before anything is loaded.
+    """
+
+    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+        self.config = config
+        self._scheduler = scheduler_of(config)
+        self._source = resolve(config.model, max_len=config.max_model_len)
+        devices_for(_device_count(config))
+        self.specs: tuple[InstanceSpec, ...] = specs_of(config, self._source.config, traits_of(self._scheduler))
+        if config.compilation_cache:
+            _use_cache(config.compilation_cache)
+
+        started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
+        instances, models = build(config, self._source, self.specs, progress)
+        self.warmup_s = time.perf_counter() - started
+        self._compiled, after_s = compiles.compiled()
+        self.compile_s = after_s - compiled_s
+
+        self._ids = itertools.count()
+        self._handles: dict[int, Handle] = {}
+        self._fault: BaseException | None = None
+        self._closing = threading.Event()
+        self._recorder: Recorder | None = None
+        transport = DevicePut([instance.kv_sharding for instance in instances])
+        self._cluster = LocalCluster(instances, transport, self._source.config.num_layers)
+        self._controller = Controller(self.specs, self._scheduler, models, self, config.transfer_timeout_s)
+        self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
+        self._thread.start()
+
+    @property
+    def devices(self) -> int:
+        return sum(spec.devices for spec in self.specs)
+
+    @property
+    def compiles_while_serving(self) -> int:
+        """Programs compiled in this process since the warm-up; anything but 0 is a bug, or somebody else's JAX."""
+        return compiles.compiled()[0] - self._compiled
+
+    @property
+    def free_pages(self) -> tuple[int, ...]:
+        """Of every instance."""
+        return tuple(lane.free_pages for lane in self._controller.instances)
+
+    # --- asking -----------------------------------------------------------------------------------------------------
+
+    def submit(
+        self,
+        prompt: Prompt,
+        sampling: SamplingParams | None = None,
+        slo: SLO | None = None,
+        user_id: str | None = None,
+    ) -> Handle:
+        """Asks for one request; returns at once.
+
+        Args:
+            prompt: text, chat messages ({"role", "content"} each), or token ids.
+            sampling: defaults to `SamplingParams()`.
+            slo: limits that its placement and the reports look at.
+            user_id: what reports call it.
+
+        Raises:
+            ValueError: the prompt or its length is impossible; nothing else is disturbed.
+            RuntimeError: the engine is closed, or broke (with the cause).
+        """
+        sampling = sampling or SamplingParams()
+        ids = self.check(prompt, sampling)
+        self._check_open()
+        number = next(self._ids)
+        if sampling.seed is None:
+            sampling = _seeded(sampling, self.config.seed, number)
+        eos = () if sampling.ignore_eos else self._source.config.eos_ids
+        request = Request(
+            id=number,
+            prompt_ids=ids,
+            sampling=sampling,
+            stop_ids=frozenset(sampling.stop_token_ids).union(eos),
+            slo=slo or SLO(),
+            arrival_s=self._cluster.now(),
+            user_id=user_id,
+        )
+        handle = Handle(request, self._source.tokenizer_or_none, self._abort)
+        self._handles[number] = handle
+        self._cluster.post(Arrival(request))
+        if self._fault is not None:  # it broke meanwhile: nobody will answer
+            handle.fail(self._fault)
+        return handle
+
+    def generate(
+        self, prompts: Prompt | Sequence[Prompt], sampling: SamplingParams | Sequence[SamplingParams] | None = None
+    ) -> list[Result]:
+        """Answers a list of prompts, all at once; results in their order.
+
+        Args:
+            prompts: texts, message lists or id lists; a single text is a list of one.
+            sampling: one for all, or one each.
+
+        Raises:
+            ValueError: a prompt is impossible; the message names its index, and none is started.
+            RuntimeError: the engine is closed, or broke.
+        """
+        asked: list[Prompt] = [prompts] if isinstance(prompts, str) else list(prompts)  # type: ignore[arg-type]
+        each = [sampling] * len(asked) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
+        if len(each) != len(asked):
+            raise ValueError(f"sampling has {len(each)} entries; allowed: one, or one for each of {len(asked)} prompts")
+        for index, (prompt, params) in enumerate(zip(asked, each, strict=True)):
+            try:
+                self.check(prompt, params)
+            except ValueError as error:
+                raise ValueError(f"prompts[{index}]: {error}") from None
+        handles = [self.submit(prompt, params) for prompt, params in zip(asked, each, strict=True)]
+        try:
+            return [handle.result() for handle in handles]
+        finally:
+            for handle in handles:
+                handle.abort()  # nothing left to end, unless this is an exception
+
+    def stream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> Iterator[Delta]:
+        """Answers one prompt piece by piece. Closing the iterator early aborts the request."""
+        return iter(self.submit(prompt, sampling))
+
+    def check(self, prompt: Prompt, sampling: SamplingParams | None = None) -> tuple[int, ...]:
+        """The prompt's token ids; ValueError if `submit` would refuse the request."""
+        ids = encode(prompt, self._source)
+        sampling = sampling or SamplingParams()
+        check_length(ids, sampling, self.specs[0].max_model_len)
+        check_stop_ids(sampling, self._source.config.vocab_size)
+        return ids
+
+    def replay(
+        self,
+        workload: Workload,
+        on_text: Callable[[int, str], None] | None = None,
+        progress: Callable[[int, int], None] | None = None,
+    ) -> Report:
+        """Plays a workload at its arrival times; see `pdjax.replay.replay`."""
+        self._recorder = recorder = Recorder()
+        try:
+            return replay(self, recorder, workload, on_text, progress)
+        finally:
+            self._recorder = None
+
+    # --- ending -----------------------------------------------------------------------------------------------------
+
+    def close(self) -> None:
+        """Fails what is live and joins every thread within 5 s. Idempotent."""
+        if self._closing.is_set():
+            return
+        self._closing.set()
+        self._cluster.post(Tick())
+        if threading.current_thread() is not self._thread:
+            self._thread.join(CLOSE_S)
+        self._cluster.close()
+        self._break(RuntimeError("the engine is closed"))
+
+    def __enter__(self) -> "Engine":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    # --- the controller's thread ------------------------------------------------------------------------------------
+
+    def _loop(self) -> None:
+        controller, cluster = self._controller, self._cluster
+        try:
+            while not self._closing.is_set():
+                deadline = controller.next_deadline()
+                event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
+                for command in controller.handle(event or Tick(), cluster.now()):
+                    cluster.submit(command)
+        except BaseException as error:
+            self._break(error)
+
+    def _break(self, error: BaseException) -> None:
+        if self._fault is None:
+            self._fault = error
+        for handle in list(self._handles.values()):
+            handle.fail(self._fault)
+        self._handles.clear()
+
+    def _check_open(self) -> None:
+        if self._closing.is_set():
+            raise RuntimeError("the engine is closed")
+        if self._fault is not None:
+            raise RuntimeError(f"the engine broke: {self._fault}") from self._fault
+
+    def _abort(self, request_id: int) -> None:
+        if request_id in self._handles:
+            self._cluster.post(Abort(request_id))
+
+    # The controller's sink: runs in the controller's thread.
+
+    def token(self, request: Request, token: int, time_s: float) -> None:
+        self._handles[request.id].push(token)
+
+    def done(self, request: Request, record: RequestRecord) -> None:
+        self._handles.pop(request.id).finish(record)
+
+    def iteration(self, record: IterationRecord) -> None:
+        if self._recorder is not None:
+            self._recorder.iterations.append(record)
+
+    def transfer(self, record: TransferRecord) -> None:
+        if self._recorder is not None:
+            self._recorder.transfers.append(record)
+
+
+def _device_count(config: EngineConfig) -> int:
+    return config.prefill_instances * config.prefill_tp + config.decode_instances * config.decode_tp
+
+
+def _seeded(sampling: SamplingParams, engine_seed: int, number: int) -> SamplingParams:
+    return dataclasses.replace(sampling, seed=(engine_seed * 1_000_003 + number) % 2**31)
+
+
+def _use_cache(folder: str) -> None:
+    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
+    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
+    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

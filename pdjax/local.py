@@ -1,0 +1,265 @@
+"""A cluster in this process: one thread and one ordered lane of work per instance, and a transport between them.
+
+Enters: the controller's commands. Leaves: events. A lane dispatches what it is given at once and reads tokens back
+only when it has nothing to dispatch, so that an instance always has its next iteration queued behind the running one.
+KV that arrives is inserted by the destination's lane, between two iterations: only a lane touches its instance.
+"""
+
+import dataclasses
+import logging
+import queue
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
+from typing import Protocol
+
+from pdjax.messages import (
+    AbortTransfer,
+    Command,
+    Event,
+    InstanceSpec,
+    Iteration,
+    IterationDone,
+    StartTransfer,
+    TransferAborted,
+    TransferDone,
+    TransferFailed,
+)
+from pdjax.transfer.base import Transport, Unit
+
+CLOSE_S = 5.0
+_log = logging.getLogger("pdjax")
+
+
+class Pending(Protocol):
+    """Tokens on their way to the host."""
+
+    def wait(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
+        """Blocks; (slot, token) of every row and (request, token) of every last chunk."""
+        ...
+
+
+class Executor(Protocol):
+    """What a lane needs of an instance; `pdjax.instance.Instance` is the real one."""
+
+    @property
+    def spec(self) -> InstanceSpec: ...
+    def run(self, iteration: Iteration, emit: Callable[[Unit], None]) -> Pending: ...
+    def extract(self, transfer: StartTransfer) -> Iterator[Unit]: ...
+    def insert(self, unit: Unit, pages: tuple[int, ...]) -> None: ...
+
+
+class ClusterFault(RuntimeError):
+    """A thread of the cluster died; its exception is the cause."""
+
+
+@dataclasses.dataclass(slots=True)
+class _Move:
+    """An open transfer. `closed`: aborted or failed, its late units are dropped."""
+
+    command: StartTransfer
+    started_s: float | None = None
+    inserted: int = 0  # tokens times layers
+    nbytes: int = 0
+    closed: bool = False
+    moved_s: list[tuple[float, float]] = dataclasses.field(default_factory=list)
+    prefill_end_s: float | None = None
+
+
+class LocalCluster:
+    """Implements `Cluster` on instances of this process.
+
+    Args:
+        instances: instance i has index i.
+        transport: moves units between them; its instances are numbered alike, its clock is `time.perf_counter`.
+        num_layers: L; a transfer is complete when every token of every layer is inserted.
+    """
+
+    def __init__(self, instances: Sequence[Executor], transport: Transport, num_layers: int) -> None:
+        self.specs = tuple(instance.spec for instance in instances)
+        self._transport = transport
+        self._num_layers = num_layers
+        self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: look at `_fault`
+        self._fault: BaseException | None = None
+        self._closed = False
+        self._moves: dict[int, _Move] = {}  # touched under `_lock`
+        self._lock = threading.Lock()
+        self._lanes = [_LaneThread(instance, self) for instance in instances]
+        for lane in self._lanes:
+            lane.start()
+
+    def now(self) -> float:
+        return time.perf_counter()
+
+    def post(self, event: Event) -> None:
+        self._events.put(event)
+
+    def submit(self, command: Command) -> None:
+        if self._closed or self._fault is not None:
+            raise RuntimeError("the cluster is closed") from self._fault
+        match command:
+            case Iteration():
+                self._lanes[command.instance].put(lambda lane: lane.dispatch(command))
+            case StartTransfer():
+                self._start_transfer(command)
+            case AbortTransfer(key):
+                with self._lock:
+                    move = self._moves.get(key)
+                if move is not None and self._transport.abort(key):
+                    self._close_move(move, TransferAborted(key))
+
+    def next_event(self, timeout_s: float | None) -> Event | None:
+        """Raises ClusterFault when a thread died."""
+        try:
+            event = self._events.get(timeout=timeout_s)
+        except queue.Empty:
+            return None
+        if event is None:
+            raise ClusterFault(f"{type(self._fault).__name__}: {self._fault}") from self._fault
+        return event
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        self._transport.close()
+        for lane in self._lanes:
+            lane.put(None)
+        deadline = time.monotonic() + CLOSE_S
+        for lane in self._lanes:
+            lane.join(max(0.0, deadline - time.monotonic()))
+            if lane.is_alive():
+                _log.warning("%s still waits for its device and was left behind", lane.name)
+
+    def fault(self, error: BaseException) -> None:
+        """Called by a thread that dies: whoever waits for an event gets the error."""
+        self._fault = error
+        self._events.put(None)
+
+    # --- transfers --------------------------------------------------------------------------------------------------
+
+    def _start_transfer(self, command: StartTransfer) -> None:
+        move = _Move(command)
+        with self._lock:
+            self._moves[command.key] = move
+        source, target = self._lanes[command.src], self._lanes[command.dst]
+        self._transport.start(
+            command.key,
+            command.src,
+            command.dst,
+            deliver=lambda unit: target.put(lambda lane: self._insert(lane, move, unit)),
+            failed=lambda error: self._close_move(move, TransferFailed(command.key, error)),
+        )
+        if command.mode == "whole":
+            move.prefill_end_s = self.now()
+            source.put(lambda lane: self._extract(lane, move))
+
+    def _extract(self, lane: "_LaneThread", move: _Move) -> None:
+        if not move.closed:
+            for unit in lane.instance.extract(move.command):
+                self._transport.send(unit)
+
+    def _insert(self, lane: "_LaneThread", move: _Move, unit: Unit) -> None:
+        if move.closed:
+            return
+        command = move.command
+        lane.instance.insert(unit, command.dst_pages)
+        move.moved_s.append(unit.moved_s)
+        move.nbytes += unit.header.nbytes
+        move.inserted += unit.header.tokens * unit.header.layers
+        if move.inserted < command.tokens * self._num_layers:
+            return
+        with self._lock:  # an abort that comes now finds nothing
+            if move.closed:
+                return
+            move.closed = True
+            del self._moves[command.key]
+        self._transport.finish(command.key)
+        end = move.prefill_end_s if move.prefill_end_s is not None else self.now()
+        self.post(
+            TransferDone(
+                key=command.key,
+                nbytes=move.nbytes,
+                started_s=move.moved_s[0][0],
+                finished_s=self.now(),
+                busy_s=sum(stop - start for start, stop in move.moved_s),
+                hidden_s=sum(max(0.0, min(stop, end) - start) for start, stop in move.moved_s),
+            )
+        )
+
+    def _close_move(self, move: _Move, answer: Event) -> None:
+        """No unit of it is inserted from now on; the answer comes when both lanes have done what was under way."""
+        command = move.command
+        with self._lock:
+            if move.closed:
+                return
+            move.closed = True
+            del self._moves[command.key]
+        target = self._lanes[command.dst]
+        self._lanes[command.src].put(lambda _: target.put(lambda _: self.post(answer)))
+
+    def prefilled(self, iteration: Iteration) -> None:
+        """A lane has the tokens of an iteration: the prompts that end in it are computed."""
+        for chunk in iteration.chunks:
+            if chunk.last and chunk.stream is not None:
+                with self._lock:
+                    move = self._moves.get(chunk.stream)
+                if move is not None:
+                    move.prefill_end_s = self.now()
+
+    def send(self, unit: Unit) -> None:
+        self._transport.send(unit)
+
+
+class _LaneThread(threading.Thread):
+    """The only thread that touches its instance. Work is done in order; None ends it."""
+
+    def __init__(self, instance: Executor, cluster: LocalCluster) -> None:
+        super().__init__(name=f"instance-{instance.spec.index}", daemon=True)
+        self.instance = instance
+        self._cluster = cluster
+        self._work: queue.SimpleQueue[Callable[[_LaneThread], None] | None] = queue.SimpleQueue()
+        self._pending: deque[tuple[Iteration, Pending, float]] = deque()
+        self._finished_s = 0.0
+        self._decoded = False  # the iteration before this one moved rows
+
+    def put(self, work: "Callable[[_LaneThread], None] | None") -> None:
+        self._work.put(work)
+
+    def run(self) -> None:
+        try:
+            while True:
+                try:
+                    work = self._work.get(block=not self._pending)
+                except queue.Empty:  # nothing to dispatch: now there is time to wait for tokens
+                    self._collect()
+                    continue
+                if work is None:
+                    return
+                work(self)
+        except BaseException as error:
+            self._cluster.fault(error)
+
+    def dispatch(self, iteration: Iteration) -> None:
+        dispatched_s = self._cluster.now()
+        self._pending.append((iteration, self.instance.run(iteration, self._cluster.send), dispatched_s))
+
+    def _collect(self) -> None:
+        iteration, pending, dispatched_s = self._pending.popleft()
+        rows, firsts = pending.wait()
+        previous_s, self._finished_s = self._finished_s, self._cluster.now()
+        gap_s = max(0.0, dispatched_s - previous_s) if self._decoded and iteration.decode else 0.0
+        self._decoded = iteration.decode
+        self._cluster.prefilled(iteration)
+        self._cluster.post(
+            IterationDone(
+                instance=iteration.instance,
+                number=iteration.number,
+                rows=rows,
+                firsts=firsts,
+                started_s=max(dispatched_s, previous_s),
+                finished_s=self._finished_s,
+                host_gap_s=gap_s,
+            )
+        )

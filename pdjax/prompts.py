@@ -1,0 +1,61 @@
+"""The front door's checks: a prompt in any of its forms enters, token ids leave, or a ValueError that says why not."""
+
+from collections.abc import Sequence
+from typing import Any
+
+from pdjax.models import chat
+from pdjax.models.source import Source
+from pdjax.request import SamplingParams
+
+Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
+
+
+def encode(prompt: Prompt, source: Source) -> tuple[int, ...]:
+    """Token ids of a text, of chat messages (by the model's template), or of a list of ids (unchanged).
+
+    Raises:
+        ValueError: empty, not a prompt, or an id outside the vocabulary.
+    """
+    if len(prompt) == 0:
+        raise ValueError("prompt is empty; allowed: at least one character, message or token id")
+    if isinstance(prompt, str):
+        ids = source.tokenizer().encode(prompt)
+    elif isinstance(prompt[0], dict):
+        ids = _chat(prompt, source)
+    else:
+        ids = list(prompt)  # type: ignore[arg-type]
+    vocab = source.config.vocab_size
+    for position, token in enumerate(ids):
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise ValueError(f"prompt[{position}] is {token!r}; allowed: token ids 0..{vocab - 1}")
+    if not ids:
+        raise ValueError(f"prompt is {prompt!r}, which has no tokens; allowed: at least one token")
+    return tuple(ids)
+
+
+def check_length(prompt_ids: Sequence[int], sampling: SamplingParams, max_model_len: int) -> None:
+    """ValueError if the request could outgrow the context."""
+    if len(prompt_ids) >= max_model_len:
+        raise ValueError(f"prompt has {len(prompt_ids)} tokens; allowed: fewer than max_model_len = {max_model_len}")
+    total = len(prompt_ids) + sampling.max_tokens
+    if total > max_model_len:
+        raise ValueError(
+            f"max_tokens is {sampling.max_tokens}; allowed: at most {max_model_len - len(prompt_ids)} after "
+            f"{len(prompt_ids)} prompt tokens (max_model_len = {max_model_len})"
+        )
+
+
+def _chat(messages: Any, source: Source) -> list[int]:
+    if source.chat_template is None:
+        raise ValueError(f"prompt is a list of messages; allowed: text or ids, {source.name!r} has no chat template")
+    tokenizer = source.tokenizer()
+    eos = tokenizer.text_of(tokenizer.eos_ids[0] if tokenizer.eos_ids else None)
+    text = chat.render(source.chat_template, messages, bos=tokenizer.text_of(tokenizer.bos_id), eos=eos)
+    return tokenizer.encode(text)
+
+
+def check_stop_ids(sampling: SamplingParams, vocab_size: int) -> None:
+    """ValueError for a stop id that the model can never generate."""
+    for token in sampling.stop_token_ids:
+        if not isinstance(token, int) or not 0 <= token < vocab_size:
+            raise ValueError(f"stop_token_ids has {token!r}; allowed: token ids 0..{vocab_size - 1}")
