@@ -1,7 +1,7 @@
-"""What one pass computes, as one vector of int32. Enters: chunks and decode rows, on the host. Leaves: the vector, which
-goes to the device in one copy, and there, inside a program, the index arrays that attention and head work with.
+"""What one pass computes, as one vector of int32. Enters: chunks and decode rows, on the host. Leaves: the vector,
+which goes to the device in one copy, and there, inside a program, the index arrays of attention and head.
 
-Called by the instance (`pack_pass`) and by the embed program (`unpack_pass`). Everything here is numpy or static slicing.
+Called by the instance (`pack_pass`) and by the embed program (`unpack_pass`). All of it is numpy or static slicing.
 """
 
 import dataclasses
@@ -60,7 +60,6 @@ class RowArrays(NamedTuple):
 class HeadRows(NamedTuple):
     """Which rows get a next token: chunks first, then decode rows."""
 
-    pick: jax.Array  # [R] index into the T + B rows of the pass
     slot: jax.Array  # [R] where the token is kept; out of range for rows that sample nothing
     position: jax.Array  # [R] of the new token
     sampling: jax.Array  # [R, SAMPLING_WORDS]
@@ -73,6 +72,7 @@ class Step(NamedTuple):
     writes: PageWrites | None
     blocks: QueryBlocks | None
     rows: Rows | None
+    pick: jax.Array  # [R] index of the rows that the head computes
 
 
 def sampling_words(params: SamplingParams) -> np.ndarray:
@@ -181,8 +181,8 @@ def unpack_pass(shape: PassShape, vector: jax.Array, last: jax.Array) -> tuple[j
         held = last[fields["slot"][-B:]]  # padding rows read some slot: their result goes nowhere
         tokens = jnp.concatenate([tokens[:T], jnp.where(given >= 0, given, held)])
         rows = Rows(fields["rows.tables"], positions[T:], fields["rows.page"], fields["rows.pages"])
-    head = HeadRows(fields["pick"], fields["slot"], fields["new_position"], fields["sampling"])
-    return tokens, Step(positions, writes, blocks, rows), head
+    head = HeadRows(fields["slot"], fields["new_position"], fields["sampling"])
+    return tokens, Step(positions, writes, blocks, rows, fields["pick"]), head
 
 
 def _writes(shape: PassShape) -> int:

@@ -31,6 +31,7 @@ from pdjax.models.sampling import sample
 Leaves = tuple[jax.Array, ...]
 Columns = tuple[Leaves, ...]
 Caches = tuple[LayerKV, ...]
+Grouped = tuple[jax.Array, jax.Array, Caches, jax.Array | None]
 _EVERYWHERE = PartitionSpec()
 
 
@@ -40,13 +41,14 @@ class PassPrograms:
 
     Attributes:
         embed: (outer leaves, last [slots], vector) -> (x [T + B, D], Step, HeadRows)
-        group: (columns, caches donated, x, step) -> (x, caches, fresh [g, 2, T, K, H] or None); columns hold, for
-            every parameter of a layer, that leaf of each layer of the group (`columns_of`)
-        head: (outer leaves, last donated, x, head rows) -> (tokens [R] int32, last)
+        group: (columns, caches donated, x, step) -> (x, picked [R, D], caches, fresh [g, 2, T, K, H] or None);
+            columns hold, for every parameter of a layer, that leaf of each layer of the group (`columns_of`)
+        head: (outer leaves, last donated, picked, head rows) -> (tokens [R] int32, last). Every group picks the R
+            rows, though only the last one's count, so that one head serves all passes of equal R.
     """
 
     embed: Callable[[Leaves, jax.Array, Any], tuple[jax.Array, Step, HeadRows]]
-    group: Callable[[Columns, Caches, jax.Array, Step], tuple[jax.Array, Caches, jax.Array | None]]
+    group: Callable[[Columns, Caches, jax.Array, Step], Grouped]
     head: Callable[[Leaves, jax.Array, jax.Array, HeadRows], tuple[jax.Array, jax.Array]]
 
 
@@ -74,7 +76,7 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
         tokens, step, head = unpack_pass(shape, vector, last)
         return merge(outer, leaves).embed(tokens), step, head
 
-    def group(columns: Columns, caches: Caches, x: jax.Array, step: Step) -> tuple[jax.Array, Caches, jax.Array | None]:
+    def group(columns: Columns, caches: Caches, x: jax.Array, step: Step) -> Grouped:
         cos, sin = angles(config, step.positions)
         attend = functools.partial(_attend, shape, step)
         done: list[LayerKV] = []
@@ -83,19 +85,28 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
             x, cache, (k, v) = merge(layer, leaves)(x, cos, sin, attend, cache)
             done.append(cache)
             kv.append(jnp.stack([k[: shape.tokens], v[: shape.tokens]]))
-        return x, tuple(done), jnp.stack(kv) if fresh and shape.tokens else None
-
-    def head(leaves: Leaves, last: jax.Array, x: jax.Array, rows: HeadRows) -> tuple[jax.Array, jax.Array]:
-        model: Outer = merge(outer, leaves)
-        tokens = sample(model.logits(x[rows.pick]), rows.sampling, rows.position, config.vocab_size, tp)
-        return tokens, last.at[rows.slot].set(tokens, mode="drop")
+        return x, x[step.pick], tuple(done), jnp.stack(kv) if fresh and shape.tokens else None
 
     R = _EVERYWHERE
     return PassPrograms(
         embed=_compiled(embed, mesh, (outer_specs, R, R), R),
-        group=_compiled(group, mesh, (layer_specs, POOL_SPEC, R, R), (R, POOL_SPEC, WIRE_SPEC), donate=1),
-        head=_compiled(head, mesh, (outer_specs, R, R, R), R, donate=1),
+        group=_compiled(group, mesh, (layer_specs, POOL_SPEC, R, R), (R, R, POOL_SPEC, WIRE_SPEC), donate=1),
+        head=_head_program(config, mesh),
     )
+
+
+@functools.cache
+def _head_program(config: ModelConfig, mesh: Mesh) -> Any:
+    outer = outer_graph(config, mesh.size)
+    table = outer_params(config, mesh.size)
+
+    def head(leaves: Leaves, last: jax.Array, picked: jax.Array, rows: HeadRows) -> tuple[jax.Array, jax.Array]:
+        model: Outer = merge(outer, leaves)
+        tokens = sample(model.logits(picked), rows.sampling, rows.position, config.vocab_size, mesh.size)
+        return tokens, last.at[rows.slot].set(tokens, mode="drop")
+
+    R = _EVERYWHERE
+    return _compiled(head, mesh, (tuple(table[name].spec for name in outer[2]), R, R, R), R, donate=1)
 
 
 @functools.cache

@@ -139,6 +139,7 @@ class Instance:
 
     def programs(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         """(name, jitted function, arguments it can be called or lowered with) of every program that serves."""
+        heads: set[int] = set()
         for T, B in self.buckets.pairs:
             load = Load(((T, 0),) if T else (), B, B, min(B, 1))
             chunks, rows = self._rehearsal(load)
@@ -148,7 +149,10 @@ class Instance:
             x, step, head = programs.embed(*args)
             for layers, columns in self._group_sizes():
                 yield f"group of {len(layers)} {T}+{B}", programs.group, (columns, self._caches(layers), x, step)
-            yield f"head {T}+{B}", programs.head, (self._outer, self._last, x, head)
+            if shape.sampled not in heads:
+                heads.add(shape.sampled)
+                picked = jax.device_put(np.zeros((shape.sampled, x.shape[1]), np.float32), x.sharding)
+                yield f"head {shape.sampled}", programs.head, (self._outer, self._last, picked, head)
         yield from self._transfer_programs()
 
     def fill_pages(self, pages: Sequence[int], value: float) -> None:
@@ -181,14 +185,14 @@ class Instance:
         x, step, head = programs.embed(self._outer, self._last, pack_pass(shape, chunks, rows, dry=dry))
         streamed = [(at, chunk) for at, chunk in _offsets(chunks) if chunk.stream is not None]
         for layers, columns in self._groups:
-            x, caches, fresh = programs.group(columns, self._caches(layers), x, step)
+            x, picked, caches, fresh = programs.group(columns, self._caches(layers), x, step)
             self._keep(layers, caches)
             for at, chunk in streamed:
                 emit(self._fresh_unit(chunk, at, layers, T, fresh))
         firsts = tuple((chunk.request, i) for i, chunk in enumerate(chunks) if chunk.last)
         if not B and not firsts:
             return Pending(None, (), (), 0)
-        result, self._last = programs.head(self._outer, self._last, x, head)
+        result, self._last = programs.head(self._outer, self._last, picked, head)
         result.copy_to_host_async()
         slots = () if rows is None else tuple(rows.slots.tolist())
         return Pending(result, slots, firsts, shape.sampled - B)
