@@ -7,11 +7,13 @@ import sys
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
-from absl import app, flags
+from absl import app, flags, logging
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
     """Parses `sys.argv`, calls `main` with what is left of it, and exits the process."""
+    # absl shows what every library logs from INFO on; --verbosity still can.
+    logging.set_verbosity(logging.WARNING)
     app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
 
 

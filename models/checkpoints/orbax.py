@@ -55,12 +55,10 @@ def restore(folder: Path, config: ModelConfig, mesh: Mesh, dtype: str) -> Weight
     path = (folder / WEIGHTS).absolute()
     tables, exact = weights.tables(config, mesh.size), weights.tables(config, 1)
     with _checkpointer() as checkpointer:
-        try:
-            metadata = checkpointer.metadata(path)
-            stored = metadata.item_metadata.tree if metadata is not None else None
-        except (FileNotFoundError, ValueError) as error:
-            raise ValueError(f"{path}: not an orbax checkpoint: {error}") from None
-        _check(path, stored, _parts(exact[0], exact[1:]))
+        stored = checkpointer.metadata(path).item_metadata if path.is_dir() else None
+        if stored is None:
+            raise ValueError(f"{path}: not an orbax checkpoint, or its index is broken")
+        _check(path, stored.tree, _parts(exact[0], exact[1:]))
         restored = []
         # One layer at a time bounds what is in memory twice.
         for name, table in _parts(tables[0], tables[1:]).items():
@@ -93,9 +91,7 @@ def _parts(outer: Any, layers: list[Any]) -> dict[str, Any]:
 
 
 def _check(path: Path, stored: Any, expected: dict[str, Any]) -> None:
-    there = {
-        (part, name): tuple(array.shape) for part, table in (stored or {}).items() for name, array in table.items()
-    }
+    there = {(part, name): tuple(array.shape) for part, table in stored.items() for name, array in table.items()}
     wanted = {(part, name): param.shape for part, table in expected.items() for name, param in table.items()}
     for part, name in sorted(there.keys() | wanted.keys()):
         have, want = there.get((part, name)), wanted.get((part, name))
