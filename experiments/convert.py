@@ -8,17 +8,11 @@ import json
 from pathlib import Path
 
 import jax
-from absl import flags
 
-from pdjax.config import DTYPES
-from pdjax.experiments import launcher
+from pdjax.experiments import flags, launcher
 from pdjax.models import source
 from pdjax.models.checkpoints import orbax
 from pdjax.models.sharding import make_mesh
-
-_MODEL = flags.DEFINE_string("model", "smollm2-135m", "Preset name, Hugging Face folder, GGUF file or orbax folder.")
-_OUT = flags.DEFINE_string("out", None, "Folder to write; it must be new or empty.", required=True)
-_DTYPE = flags.DEFINE_enum("dtype", "bfloat16", DTYPES, "Of the weights; norms stay float32.")
 
 
 def convert(model: str, out: Path, dtype: str) -> None:
@@ -50,8 +44,10 @@ def convert(model: str, out: Path, dtype: str) -> None:
 
 def main(argv: list[str]) -> None:
     del argv
-    convert(_MODEL.value, Path(_OUT.value).expanduser(), _DTYPE.value)
-    print(f"{_MODEL.value} -> {_OUT.value} ({_DTYPE.value})")
+    if flags.OUT.value is None:
+        raise ValueError("out is not given; allowed: a new or empty folder")
+    convert(flags.MODEL.value, Path(flags.OUT.value).expanduser(), flags.DTYPE.value)
+    print(f"{flags.MODEL.value} -> {flags.OUT.value} ({flags.DTYPE.value})")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,131 @@
+"""Serves a workload with each scheduler in turn, on equal devices, and compares them. Flags enter; answers, a table and
+the files of `pdjax.report` leave. Run as `python -m pdjax.experiments.serve`.
+
+The first run's answers are streamed to the terminal. All runs get the same requests at the same times.
+"""
+
+import dataclasses
+import logging
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import Progress
+
+import pdjax
+from pdjax import build, metrics, provenance, report
+from pdjax.config import EngineConfig
+from pdjax.experiments import flags, launcher, table
+from pdjax.experiments.answers import Answers
+from pdjax.models import source
+from pdjax.report import Report
+from pdjax.schedulers import SCHEDULERS
+from pdjax.schedulers.base import traits_of
+from pdjax.workload import Workload
+
+COMPARED = ("colocated", "disaggregated", "dynamic")
+
+absl_flags.set_default(flags.SCHEDULER, "all")
+absl_flags.set_default(flags.OUT, "out")
+
+
+def schedulers(value: str) -> tuple[str, ...]:
+    """The policies that --scheduler names: one, several with commas, or "all" that are compared by default."""
+    names = COMPARED if value == "all" else tuple(value.split(","))
+    for name in names:
+        if name not in SCHEDULERS or names.count(name) > 1:
+            raise ValueError(f"scheduler is {value!r}; allowed: all, or some of {', '.join(SCHEDULERS)} with commas")
+    return names
+
+
+def build_workload(configs: Sequence[EngineConfig]) -> Workload:
+    """The requests of the flags, for engines of these configurations, which are checked first."""
+    limits = []
+    for config in configs:
+        model = source.resolve(config.model, max_len=config.max_model_len).config
+        specs = build.specs_of(config, model, traits_of(build.scheduler_of(config)))
+        limits += [spec.max_model_len for spec in specs]
+    workload = flags.build_workload(vocab_size=model.vocab_size, max_model_len=min(limits))
+    if flags.WARMUP_REQUESTS.value >= len(workload.items):
+        raise ValueError(f"warmup_requests is {flags.WARMUP_REQUESTS.value}; allowed: fewer than {len(workload.items)}")
+    return workload
+
+
+def serve(
+    configs: Mapping[str, EngineConfig],
+    workload: Workload,
+    console: Console,
+    *,
+    warmup_requests: int = 0,
+    targets: Sequence[metrics.Target] = (),
+    make_engine: Callable[..., Any] | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Report]]:
+    """Plays the workload once per configuration, one engine after the other.
+
+    Returns:
+        (entries of summary.json's `runs`, the reports by scheduler).
+    """
+    entries, reports = [], {}
+    for name, config in configs.items():
+        console.print(f"[bold]{name}[/bold]")
+        with _engine(config, console, make_engine or pdjax.Engine) as engine:
+            reports[name] = _play(engine, workload, console, answers=not entries).without(warmup_requests)
+            entries.append(
+                {
+                    "scheduler": name,
+                    "model": config.model,
+                    **reports[name].summary(targets=targets),
+                    "warmup_s": engine.warmup_s,
+                    "compile_s": engine.compile_s,
+                    "compiles_while_serving": engine.compiles_while_serving,
+                }
+            )
+    return entries, reports
+
+
+def _engine(config: EngineConfig, console: Console, make: Callable[..., Any]) -> Any:
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("loading", total=None)
+        return make(config, lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
+
+
+def _play(engine: Any, workload: Workload, console: Console, *, answers: bool) -> Report:
+    if answers:
+        with Answers(console, workload.items) as show:
+            return engine.replay(workload, on_text=show)
+    with Progress(console=console, transient=True) as bar:
+        task = bar.add_task("requests", total=len(workload.items))
+        return engine.replay(workload, progress=lambda done, total: bar.update(task, completed=done))
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
+    configs = {name: flags.build_config(scheduler=name) for name in schedulers(flags.SCHEDULER.value)}
+    one = next(iter(configs.values()))
+    devices = build.devices_for(one.prefill_instances * one.prefill_tp + one.decode_instances * one.decode_tp)
+    workload = build_workload(tuple(configs.values()))
+    console = Console()
+    console.print(workload.note, highlight=False)
+    entries, reports = serve(
+        configs,
+        workload,
+        console,
+        warmup_requests=flags.WARMUP_REQUESTS.value,
+        targets=flags.build_targets(),
+    )
+    limits = dataclasses.asdict(flags.build_slo())
+    words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
+    console.print(table.comparison(entries, title=f"{flags.MODEL.value}, a request's SLO: {words}"))
+    origin = provenance.collect(flags.given(), devices=devices)
+    report.write(flags.OUT.value, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
+    console.print(f"{flags.OUT.value}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)
+    failed = {entry["scheduler"]: entry["failed"] for entry in entries if entry["failed"]}
+    if failed:
+        sys.exit(f"error: requests failed: {failed}; the reasons are in requests.jsonl")
+
+
+if __name__ == "__main__":
+    launcher.run(main)
