@@ -77,8 +77,9 @@ def restore(folder: Path, config: ModelConfig, mesh: Mesh, dtype: str) -> Weight
             args = ocp.args.PyTreeRestore(item={name: item}, restore_args={name: restore_args}, partial_restore=True)
             try:
                 restored.append(checkpointer.restore(path, args=args)[name])
-            except (ValueError, OSError) as error:
-                raise ValueError(f"{path}: cannot restore {name!r}: {error}") from None
+            except Exception as error:  # orbax raises plain Exception, with the reason as its cause
+                reason = str(error.__cause__ or error).splitlines()[0]
+                raise ValueError(f"{path}: cannot restore {name!r}: {reason}") from error
     return Weights(outer=restored[0], layers=restored[1:])
 
 
