@@ -20,7 +20,7 @@ _DEFAULTS = EngineConfig()
 
 MODEL = flags.DEFINE_string("model", _DEFAULTS.model, "Preset name, Hugging Face folder, GGUF file or orbax folder.")
 DTYPE = flags.DEFINE_enum("dtype", _DEFAULTS.dtype, DTYPES, "Of the weights.")
-OUT = flags.DEFINE_string("out", None, "Folder to write to.")
+OUT = flags.DEFINE_string("out", None, "Folder to write to; empty: nothing is written.")
 SEED = flags.DEFINE_integer("seed", 0, "Of the workload and of sampling.", lower_bound=0)
 LOG_LEVEL = flags.DEFINE_enum("log_level", "warning", ["debug", "info", "warning", "error"], "Of the logger pdjax.")
 

@@ -67,7 +67,8 @@ def serve(
     Returns:
         (entries of summary.json's `runs`, the reports by scheduler).
     """
-    entries, reports = [], {}
+    entries: list[dict[str, Any]] = []
+    reports: dict[str, Report] = {}
     for name, config in configs.items():
         console.print(f"[bold]{name}[/bold]")
         with _engine(config, console, make_engine or pdjax.Engine) as engine:
@@ -119,9 +120,10 @@ def main(argv: list[str]) -> None:
     limits = dataclasses.asdict(flags.build_slo())
     words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
     console.print(table.comparison(entries, title=f"{flags.MODEL.value}, a request's SLO: {words}"))
-    origin = provenance.collect(flags.given(), devices=devices)
-    report.write(flags.OUT.value, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
-    console.print(f"{flags.OUT.value}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)
+    if folder := flags.OUT.value:
+        origin = provenance.collect(flags.given(), devices=devices)
+        report.write(folder, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
+        console.print(f"{folder}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)
     failed = {entry["scheduler"]: entry["failed"] for entry in entries if entry["failed"]}
     if failed:
         sys.exit(f"error: requests failed: {failed}; the reasons are in requests.jsonl")

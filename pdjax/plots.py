@@ -125,11 +125,12 @@ def _lanes(axes: Axes, report: Report) -> set[str]:
 
 def _wait_lane(axes: Axes, times: Sequence[float], counts: Sequence[int], most: int) -> None:
     """Adds a lane whose steps grow from the bottom to the top, which is `most`."""
-    lane = len(axes.get_yticks())
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    lane = len(labels)
     bottom = lane + 0.4
     tops = [bottom - 0.8 * count / most for count in counts]
     axes.fill_between(times, bottom, tops, step="post", color=STALL, linewidth=0)
-    axes.set_yticks([*axes.get_yticks(), lane], [*axes.get_yticklabels(), f"answers waiting (top: {most})"])
+    axes.set_yticks(range(lane + 1), [*labels, f"answers waiting (top: {most})"])
     axes.set_ylim(lane + 0.6, -0.6)
 
 

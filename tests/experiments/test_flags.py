@@ -1,0 +1,99 @@
+"""Flags become one configuration, one workload and one SLO; mistakes keep the flag's name."""
+
+import dataclasses
+
+import pytest
+from absl import flags as absl_flags
+from absl.testing import flagsaver
+
+from pdjax.config import EngineConfig
+from pdjax.experiments import flags
+from pdjax.request import SLO
+
+
+@pytest.fixture(autouse=True)
+def parsed():
+    """Flags at their defaults; what a test sets is undone."""
+    with flagsaver.flagsaver():
+        absl_flags.FLAGS.unparse_flags()
+        absl_flags.FLAGS(["test", "--scheduler=disaggregated"])
+        yield
+
+
+def set_flags(*arguments):
+    absl_flags.FLAGS(["test", *arguments])
+
+
+def workload(**limits):
+    return flags.build_workload(**({"vocab_size": 100, "max_model_len": 100} | limits))
+
+
+def test_without_flags_the_configuration_is_the_default_one():
+    assert flags.build_config() == EngineConfig()
+
+
+def test_every_field_of_the_configuration_that_a_user_tunes_has_a_flag():
+    fixed = {"transfer_timeout_s", "warmup", "compilation_cache"}
+    names = {field.name for field in dataclasses.fields(EngineConfig)}
+    assert names - fixed <= set(flags.given())
+
+
+def test_flags_set_the_fields_they_are_named_for():
+    set_flags("--model=tiny", "--dtype=float32", "--decode_tp=2", "--stream_layers=3", "--seed=5")
+    config = flags.build_config(scheduler="dynamic")
+    assert config == EngineConfig(
+        model="tiny", dtype="float32", decode_tp=2, stream_layers=3, seed=5, scheduler="dynamic"
+    )
+
+
+@pytest.mark.parametrize("argument", ["--decode_tp=0", "--dtype=int8", "--rate=fast", "--slo=none", "--num_requests=0"])
+def test_a_value_outside_its_range_is_refused_by_the_flag(argument):
+    name = argument[2:].split("=")[0]
+    with pytest.raises(absl_flags.IllegalFlagValueError, match=name):
+        set_flags(argument)
+
+
+def test_the_default_workload_is_chat_at_two_a_second():
+    made = workload()
+    assert made.note == "chat: 16 requests, poisson arrivals, 2/s"
+    assert made.items[0].sampling.max_tokens == 48
+    assert made.items[0].sampling.temperature == 0
+
+
+def test_a_closed_loop_and_a_trace_set_their_own_pace(tmp_path):
+    set_flags("--arrival=closed:3")
+    assert workload().clients == 3
+    (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,1\n7,1,1\n")
+    set_flags(f"--workload=azure:{tmp_path}/trace.csv", "--arrival=trace")
+    assert [item.arrival_s for item in workload().items] == [0.0, 7.0]
+
+
+def test_workload_flags_reach_the_workload():
+    set_flags("--workload=fixed:3,4", "--num_requests=2", "--rate=inf", "--temperature=0.5", "--max_tokens=9")
+    made = workload()
+    assert [(len(item.prompt), item.arrival_s) for item in made.items] == [(3, 0.0), (3, 0.0)]
+    assert made.items[0].sampling.max_tokens == 4
+    assert made.items[0].sampling.temperature == 0.5
+
+
+def test_the_context_limits_the_workload():
+    set_flags("--workload=fixed:60,60", "--num_requests=1")
+    with pytest.raises(ValueError, match="workload has lengths '60,60'; allowed: at most 100"):
+        workload()
+
+
+def test_the_preset_gives_the_limits_and_own_flags_replace_them():
+    assert flags.build_slo() == SLO(ttft_ms=500, tpot_ms=50, e2e_ms=5000)
+    set_flags("--tpot_slo_ms=80")
+    assert flags.build_slo() == SLO(ttft_ms=500, tpot_ms=80, e2e_ms=5000)
+    assert workload().items[0].slo == flags.build_slo()
+
+
+def test_targets_are_those_of_the_preset():
+    assert [target.percentile for target in flags.build_targets()] == [95, 95, 99]
+
+
+def test_a_limit_of_zero_is_refused_by_name():
+    set_flags("--ttft_slo_ms=0")
+    with pytest.raises(ValueError, match=r"ttft_ms is 0\.0; allowed"):
+        flags.build_slo()

@@ -1,0 +1,50 @@
+"""What is said about where numbers come from."""
+
+import json
+import math
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import pytest
+
+from pdjax import provenance
+
+ROOT = Path(__file__).parent.parent
+
+
+def test_versions_flags_and_seed_are_told():
+    told = provenance.collect({"seed": 7, "model": "tiny"})
+    assert told["version"]
+    assert told["packages"]["jax"] == jax.__version__
+    assert told["flags"] == {"seed": 7, "model": "tiny"}
+    assert told["seed"] == 7
+
+
+def test_hardware_has_cores_memory_and_the_devices_that_were_used():
+    hardware = provenance.collect({}, devices=jax.devices()[:3])["hardware"]
+    assert hardware["cores"] >= 1
+    assert hardware["memory_bytes"] > 2**20
+    assert hardware["devices"] == {"cpu": 3}
+
+
+def test_it_is_json_even_with_an_infinite_rate():
+    told = provenance.collect({"rate": math.inf})
+    assert json.loads(json.dumps(told, allow_nan=False))["flags"]["rate"] == "inf"
+
+
+@pytest.mark.skipif(not (ROOT / ".git").exists(), reason="not a git checkout")
+def test_a_checkout_tells_its_commit():
+    commit = provenance.collect({})["commit"].removesuffix("+changes")
+    assert len(commit) == 40
+
+
+def test_it_starts_no_jax_backend():
+    code = """
+import jax.extend.backend
+from pdjax import provenance
+provenance.collect({})
+jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=60, cwd=ROOT)
