@@ -69,6 +69,7 @@ class Engine:
         self._handles: dict[int, Handle] = {}
         self._fault: BaseException | None = None
         self._closing = threading.Event()
+        self._drained = threading.Condition()
         self._recorder: Recorder | None = None
         transport = DevicePut([instance.kv_sharding for instance in instances])
         self._cluster = LocalCluster(instances, transport, self._source.config.num_layers)
@@ -188,6 +189,11 @@ class Engine:
         finally:
             self._recorder = None
 
+    def wait_idle(self, timeout_s: float | None = None) -> bool:
+        """Waits until nothing is live: every request has ended and every page is free. False after timeout_s."""
+        with self._drained:
+            return self._drained.wait_for(lambda: not self._handles and not self._controller.live, timeout_s)
+
     # --- ending -----------------------------------------------------------------------------------------------------
 
     def close(self) -> None:
@@ -217,6 +223,9 @@ class Engine:
                 event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
                 for command in controller.handle(event or Tick(), cluster.now()):
                     cluster.submit(command)
+                if not controller.live:
+                    with self._drained:
+                        self._drained.notify_all()
         except BaseException as error:
             self._break(error)
 

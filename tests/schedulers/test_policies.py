@@ -1,0 +1,231 @@
+"""What each policy decides, on views whose numbers one can follow."""
+
+import dataclasses
+import itertools
+
+import pytest
+
+from pdjax.latency import LatencyModel
+from pdjax.messages import InstanceSpec, Role
+from pdjax.request import SLO
+from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated, Dynamic, Place, Traits, Wait, take_chunks
+from pdjax.schedulers.base import traits_of
+from pdjax.testing import World, spec
+from tests.worlds import ask as request
+
+SIMPLE = LatencyModel((0.010, 0.001, 0, 0.002, 0, 0))  # 10 ms an iteration, 1 ms a prompt token, 2 ms a row
+
+
+@dataclasses.dataclass
+class Ask:
+    id: int = 0
+    context_tokens: int = 10
+    prefilled: int = 0
+    max_new_tokens: int = 8
+    arrival_s: float = 0.0
+    slo: SLO = dataclasses.field(default_factory=SLO)
+
+
+@dataclasses.dataclass
+class View:
+    """An instance in a state that a test chooses."""
+
+    spec: InstanceSpec
+    prefills: list = dataclasses.field(default_factory=list)
+    rows: int = 0
+    incoming: int = 0
+    context_tokens: int = 0
+    max_context: int = 0
+    free_pages: int = 64
+    prefill_streak: int = 0
+    alive: bool = True
+    blocked: tuple = ()
+    full: bool = False
+    latency: LatencyModel = SIMPLE
+
+    @property
+    def role(self):
+        return self.spec.role
+
+    @property
+    def pending_tokens(self):
+        return sum(ask.context_tokens - ask.prefilled for ask in self.prefills)
+
+    def startable(self, ask):
+        return ask.id not in self.blocked
+
+    def room_for(self, ask):
+        return not self.full
+
+
+@dataclasses.dataclass
+class Cluster:
+    instances: list
+    now: float = 0.0
+
+
+def views(*roles: Role, **changes) -> list[View]:
+    return [View(spec(index, role), **changes) for index, role in enumerate(roles)]
+
+
+# --- packing --------------------------------------------------------------------------------------------------------
+
+
+def test_chunks_fill_the_budget_exactly_in_queue_order():
+    view = View(spec(0, Role.MIXED), [Ask(0, 10, prefilled=4), Ask(1, 3), Ask(2, 20)])
+    assert [(ask.id, n) for ask, n in take_chunks(view, 12)] == [(0, 6), (1, 3), (2, 3)]
+
+
+def test_a_prompt_without_pages_is_not_overtaken():
+    view = View(spec(0, Role.MIXED), [Ask(0, 4), Ask(1, 4), Ask(2, 4)], blocked=(1,))
+    assert [ask.id for ask, _ in take_chunks(view, 16)] == [0]
+
+
+def test_no_more_prompts_than_an_iteration_takes():
+    view = View(spec(0, Role.MIXED, max_chunks=2), [Ask(i, 2) for i in range(5)])
+    assert len(take_chunks(view, 16)) == 2
+
+
+# --- colocated ------------------------------------------------------------------------------------------------------
+
+
+def test_colocated_goes_where_the_fewest_prompt_tokens_wait():
+    cluster = Cluster(views(Role.MIXED, Role.MIXED))
+    cluster.instances[0].prefills = [Ask(7, 30)]
+    place = Colocated().place(Ask(), cluster)
+    assert isinstance(place, Place) and (place.prefill, place.decode) == (1, 1)
+
+
+def test_colocated_runs_prompts_before_rows():
+    view = View(spec(0, Role.MIXED), [Ask(0, 5)], rows=3)
+    plan = Colocated().iterate(view, Cluster([view]))
+    assert plan.chunks and not plan.decode
+
+
+def test_colocated_lets_rows_step_after_four_prefills_in_a_row():
+    view = View(spec(0, Role.MIXED), [Ask(0, 5)], rows=3, prefill_streak=4)
+    plan = Colocated().iterate(view, Cluster([view]))
+    assert plan.decode and not plan.chunks
+
+
+def test_a_stream_of_long_prompts_never_stops_a_running_row_for_more_than_five_iterations():
+    w = World([spec(0, Role.MIXED, num_pages=257)], Colocated())
+    w.add(request(0, prompt=2, tokens=20), *(request(i, prompt=60, tokens=2, at_s=0.01 * i) for i in range(1, 15)))
+    iterations = w.run().iterations
+    steps = [index for index, iteration in enumerate(iterations) if iteration.rows]
+    assert max(b - a for a, b in itertools.pairwise(steps)) <= 5
+
+
+def test_chunked_puts_rows_first_and_fills_the_budget_exactly():
+    view = View(spec(0, Role.MIXED), [Ask(0, 50)], rows=3)
+    plan = ChunkedColocated(budget=12).iterate(view, Cluster([view]))
+    assert plan.decode and [n for _, n in plan.chunks] == [9]
+
+
+def test_chunked_moves_a_prompt_even_when_rows_fill_the_budget():
+    view = View(spec(0, Role.MIXED), [Ask(0, 50)], rows=8)
+    assert [n for _, n in ChunkedColocated(budget=8).iterate(view, Cluster([view])).chunks] == [1]
+
+
+def test_chunked_stalls_rows_less_than_prefill_first():
+    def worst_gap(policy) -> float:
+        w = World([spec(0, Role.MIXED, num_pages=257, max_chunk=64)], policy)
+        w.add(request(0, prompt=2, tokens=30), request(1, prompt=60, tokens=2, at_s=0.02))
+        times = w.run().records[0].timeline.token_s
+        return max(b - a for a, b in itertools.pairwise(times))
+
+    assert worst_gap(ChunkedColocated(budget=16)) < worst_gap(Colocated()) / 2
+
+
+# --- disaggregated --------------------------------------------------------------------------------------------------
+
+
+def test_prompts_go_to_the_shortest_prefill_queue():
+    cluster = Cluster(views(Role.PREFILL, Role.PREFILL, Role.DECODE))
+    cluster.instances[0].prefills = [Ask(7, 30)]
+    place = Disaggregated().place(Ask(), cluster)
+    assert isinstance(place, Place) and (place.prefill, place.decode, place.mode) == (1, None, "whole")
+
+
+def test_rows_go_to_the_least_loaded_decode_instance_with_room():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE))
+    cluster.instances[1].rows = 3
+    cluster.instances[2].rows, cluster.instances[2].incoming = 1, 1
+    cluster.instances[3].full = True
+    assert Disaggregated().hand_off(Ask(), cluster) == 2
+
+
+def test_nothing_is_handed_off_while_no_decode_instance_has_room():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[1].full = True
+    assert Disaggregated().hand_off(Ask(), cluster) is None
+
+
+@pytest.mark.parametrize(("tokens", "mode"), [(7, "whole"), (8, "stream")])
+def test_only_prompts_from_the_threshold_on_are_streamed(tokens, mode):
+    place = Disaggregated(stream_from=8).place(Ask(context_tokens=tokens), Cluster(views(Role.PREFILL, Role.DECODE)))
+    assert isinstance(place, Place) and place.mode == mode
+
+
+def test_without_a_living_prefill_instance_a_request_waits():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[0].alive = False
+    assert isinstance(Disaggregated().place(Ask(), cluster), Wait)
+
+
+# --- dynamic --------------------------------------------------------------------------------------------------------
+
+
+def chosen(cluster: Cluster, ask: Ask) -> Place:
+    place = Dynamic().place(ask, cluster)
+    assert isinstance(place, Place)
+    return place
+
+
+def test_a_prompt_stays_local_when_the_prefill_side_is_busy_and_decode_idle():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[0].prefills = [Ask(7, 200)]
+    place = chosen(cluster, Ask(context_tokens=10))
+    assert (place.prefill, place.decode) == (1, 1)
+
+
+def test_a_prompt_goes_away_when_its_chunk_would_break_the_tpot_of_running_rows():
+    """A mixed pass: 10 + 16 + 2 * 6 = 38 ms over a limit of 30; a step alone: 10 + 2 * 7 = 24 ms."""
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[1].rows = 6
+    place = chosen(cluster, Ask(context_tokens=16, slo=SLO(ttft_ms=500, tpot_ms=30)))
+    assert (place.prefill, place.decode) == (0, None)
+
+
+def test_the_reason_names_the_choice_and_the_alternative_with_their_times():
+    reason = chosen(Cluster(views(Role.PREFILL, Role.DECODE)), Ask(context_tokens=10)).reason
+    assert reason == "dynamic: local on 1 TTFT 20 ms TPOT 12.0 ms (not: 0->1 TTFT 20 ms TPOT 12.0 ms)"
+
+
+def test_when_no_choice_keeps_the_limits_the_smallest_miss_is_taken():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[0].prefills = [Ask(7, 400)]
+    cluster.instances[1].rows = 6
+    place = chosen(cluster, Ask(context_tokens=16, slo=SLO(ttft_ms=10, tpot_ms=30)))
+    assert (place.prefill, place.decode) == (1, 1)  # 3.8 times over the TTFT limit, against 50 times
+
+
+# --- all ------------------------------------------------------------------------------------------------------------
+
+
+def test_a_policy_that_says_nothing_gets_instances_that_can_do_all():
+    assert traits_of(object()) == Traits(colocated=False, prefill_decodes=True, decode_prefills=True)
+
+
+def test_traits_of_another_kind_are_refused():
+    class Odd(Colocated):
+        traits = "colocated"
+
+    with pytest.raises(ValueError, match=r"Odd\.traits is 'colocated'"):
+        traits_of(Odd())
+
+
+@pytest.mark.parametrize(("kind", "field"), [(ChunkedColocated, "budget"), (Disaggregated, "stream_from")])
+def test_options_out_of_range_are_named(kind, field):
+    with pytest.raises(ValueError, match=f"{field} is -1; allowed:"):
+        kind(-1)
