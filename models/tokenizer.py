@@ -47,7 +47,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of token ids; special tokens have none, broken UTF-8 is U+FFFD."""
+        """Text of token ids; special tokens and ids without a token have none, broken UTF-8 is U+FFFD."""
         return self.backend.decode(list(ids), skip_special_tokens=True)
 
     @cached_property
@@ -61,7 +61,11 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes the ids of one text as they come: the pieces add up to `decode` of all ids."""
+    """Decodes the ids of one text as they come: the pieces add up to `decode` of all ids.
+
+    Only a run of sentencepiece byte tokens that is broken UTF-8 can differ: `decode` gives up the whole run, here what
+    was readable is already out.
+    """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer

@@ -23,6 +23,7 @@ _BLOCK_BYTES = 8 << 20  # rows read at a time, counted in float32
 
 Array = np.ndarray[Any, Any]
 Index = tuple[slice, ...]
+Part = Callable[[Index], Array]  # part of a parameter -> its values
 
 
 def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> Weights:
@@ -38,8 +39,8 @@ def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> W
     """
     _check(reader, config)
 
-    def fill(param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
-        return _read_shard(reader, param, exact, index, kind)
+    def fill(param: Param, exact: Param, kind: np.dtype[Any]) -> Part:
+        return lambda index: _read_part(reader, exact, index, kind)
 
     return _build(config, mesh, dtype, fill)
 
@@ -50,18 +51,17 @@ def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0) -> Weight
     Matrices are scaled by their input size, so activations stay of order one through any number of layers.
     """
 
-    def fill(param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
+    def fill(param: Param, exact: Param, kind: np.dtype[Any]) -> Part:
         key = zlib.crc32(" ".join(param.sources).encode())
-        generator = np.random.Generator(np.random.Philox(key=[key, seed]))
-        values = generator.standard_normal(exact.shape, np.float32)
+        values = np.random.Generator(np.random.Philox(key=[key, seed])).standard_normal(exact.shape, np.float32)
         if param.norm:
             values = 1 + 0.1 * values
         elif exact.in_axes:
             values /= np.sqrt(np.prod([exact.shape[_unstacked(axis, exact)] for axis in exact.in_axes]))
         else:
             values *= 0.1
-        padding = [(0, big - small) for big, small in zip(param.shape, exact.shape, strict=True)]
-        return np.pad(values, padding)[index].astype(kind)
+        values = np.pad(values, [(0, big - small) for big, small in zip(param.shape, exact.shape, strict=True)])
+        return lambda index: values[index].astype(kind)
 
     return _build(config, mesh, dtype, fill)
 
@@ -76,10 +76,8 @@ def kind_of(param: Param, dtype: str) -> np.dtype[Any]:
     return np.dtype("float32") if param.norm else np.dtype(jax.numpy.dtype(dtype))
 
 
-def _build(
-    config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, Param, Index, np.dtype[Any]], Array]
-) -> Weights:
-    """Makes every parameter; `fill` gives the part of it that one device holds."""
+def _build(config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, Param, np.dtype[Any]], Part]) -> Weights:
+    """Makes every parameter, device by device; `fill` is told the parameter as it is on this mesh and unpadded."""
     parts: list[dict[str, jax.Array]] = []
     for table, exact in zip(tables(config, mesh.size), tables(config, 1), strict=True):
         arrays: dict[str, jax.Array] = {}
@@ -89,9 +87,10 @@ def _build(
             for device, index in sharding.addressable_devices_indices_map(param.shape).items():
                 bounds = tuple(part.indices(size)[:2] for part, size in zip(index or (), param.shape, strict=True))
                 shards.setdefault(bounds, []).append(device)
+            part_of = fill(param, exact[name], kind_of(param, dtype))
             pieces = []
             for bounds, devices in shards.items():
-                data = fill(param, exact[name], tuple(slice(*b) for b in bounds), kind_of(param, dtype))
+                data = part_of(tuple(slice(*b) for b in bounds))
                 # Waiting keeps one shard's host copy alive, not all of them.
                 pieces += jax.block_until_ready([jax.device_put(data, device) for device in devices])
             arrays[name] = jax.make_array_from_single_device_arrays(param.shape, sharding, pieces)
@@ -112,8 +111,8 @@ def _source_shape(exact: Param) -> tuple[int, ...]:
     return (out, into) if exact.in_axes else (out,)
 
 
-def _read_shard(reader: TensorReader, param: Param, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
-    """The part `index` of a parameter. Padding (beyond the shape of `exact`) is zero."""
+def _read_part(reader: TensorReader, exact: Param, index: Index, kind: np.dtype[Any]) -> Array:
+    """The part `index` of a parameter, which is `exact` without padding. Padding is zero."""
     shard = np.zeros([part.stop - part.start for part in index], kind)
     # What of the part is not padding, in the parameter and in the shard.
     real = [
@@ -125,10 +124,9 @@ def _read_shard(reader: TensorReader, param: Param, exact: Param, index: Index, 
     out_sizes, in_sizes = ([exact.shape[axis] for axis in axes] for axes in (out_axes, in_axes))
     columns = tuple(real[axis] for axis in in_axes)
     for position, source in enumerate(exact.sources):
-        # A view of the shard with the axes in the order of the source: [*out, *in].
-        order = [*out_axes, *in_axes]
-        view = filled.transpose(([] if exact.stack is None else [exact.stack]) + order)
-        view = view if exact.stack is None else view[position]
+        # A view of what this source fills, with the axes in its order: [*out, *in].
+        view = filled if exact.stack is None else np.moveaxis(filled, exact.stack, 0)[position]
+        view = view.transpose(*exact.out_axes, *exact.in_axes)
         *heads, last = (real[axis] for axis in out_axes)
         step = max(1, _BLOCK_BYTES // (4 * max(1, int(np.prod(in_sizes)))))
         for head in np.ndindex(*(part.stop - part.start for part in heads)):

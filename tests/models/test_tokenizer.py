@@ -91,6 +91,11 @@ def test_special_tokens_have_no_text():
     assert byte_tokenizer().decode([256, 97, 257]) == "a"
 
 
+def test_ids_without_a_token_have_no_text():
+    # The vocabulary of `tiny` is larger than its tokenizer, so random weights do produce such ids.
+    assert byte_tokenizer().decode([97, 400, 98]) == "ab"
+
+
 def test_control_tokens_are_matched_whole_and_digits_split():
     tokens = ["<|im_end|>", "1", "2", "12", "a"]
     one = from_gguf(bpe(tokens, ["1 2"], [3, 1, 1, 1, 1], pre="smollm", eos_token_id=0), "x.gguf")
