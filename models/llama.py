@@ -129,18 +129,20 @@ class Outer(nnx.Module):
         return _sum_shards(jnp.where(here[:, None], rows, 0.0), self.tp)
 
     def logits(self, x: jax.Array) -> jax.Array:
-        """x [R, D] -> this shard's logits, [R, V / tp] float32; -inf for ids that only pad the vocabulary."""
+        """x [R, D] -> this shard's logits, [V / tp, R] float32; -inf for ids that only pad the vocabulary.
+
+        The vocabulary comes first because XLA:CPU multiplies a large left operand by a thin right one in half the
+        time of the other order (11 ms against 22 at 49152 x 576 and 8 rows), which a final transpose would eat up.
+        """
         w = (self.embedding if self.head is None else self.head)[...]  # [V / tp, D]
         h = rms_norm(x, self.final_norm[...], self.config.rms_eps)
         if w.dtype == jnp.float32:
-            # Several rows: the large operand first, else XLA:CPU repacks it column by column.
-            precision = lax.Precision.HIGHEST
-            one = x.shape[0] == 1
-            y = jnp.dot(h, w.T, precision=precision) if one else jnp.dot(w, h.T, precision=precision).T
+            y = jnp.dot(w, h.T, precision=lax.Precision.HIGHEST)
         else:
-            y = linear(h, w.T)
+            two = jnp.concatenate([h, h]) if h.shape[0] == 1 else h  # as in `linear`
+            y = jnp.einsum("ri,vi->rv", two.astype(w.dtype), w, preferred_element_type=jnp.float32).T[:, : h.shape[0]]
         ids = self._first_id(w.shape[0]) + jnp.arange(w.shape[0])
-        return jnp.where(ids[None] < self.config.vocab_size, y, -jnp.inf)
+        return jnp.where(ids[:, None] < self.config.vocab_size, y, -jnp.inf)
 
     def _first_id(self, shard: int) -> jax.Array | int:
         return lax.axis_index(TP) * shard if self.tp > 1 else 0

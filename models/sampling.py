@@ -18,7 +18,7 @@ def sample(logits: jax.Array, options: jax.Array, position: jax.Array, vocab_siz
     """The next token of each row, [R] int32.
 
     Args:
-        logits: [R, V / tp] float32, this shard's; -inf for ids that only pad the vocabulary.
+        logits: [V / tp, R] float32, this shard's; -inf for ids that only pad the vocabulary.
         options: [R, 5] int32: temperature bits, top_k (0: all), top_p bits, seed high, seed low.
         position: [R] int32, of the new token.
     """
@@ -27,8 +27,8 @@ def sample(logits: jax.Array, options: jax.Array, position: jax.Array, vocab_siz
     sampled = temperature >= GREEDY_BELOW
 
     def draw() -> jax.Array:
-        whole = lax.all_gather(logits, TP, axis=1, tiled=True) if tp > 1 else logits
-        tokens = draw_tokens(whole[:, :vocab_size], options, position)
+        whole = lax.all_gather(logits, TP, axis=0, tiled=True) if tp > 1 else logits
+        tokens = draw_tokens(whole[:vocab_size].T, options, position)
         return jnp.where(sampled, tokens, greedy)
 
     return lax.cond(jnp.any(sampled), draw, lambda: greedy)
@@ -86,10 +86,10 @@ def _first_largest(x: jax.Array) -> jax.Array:
 
 def _greedy(logits: jax.Array, tp: int) -> jax.Array:
     """The most likely id over all shards, the lowest where several are."""
-    peak = logits.max(axis=-1)
+    peak = logits.max(axis=0)
     if tp > 1:
         peak = lax.pmax(peak, TP)
-    first = lax.axis_index(TP) * logits.shape[1] if tp > 1 else 0
-    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 1) + first
-    token = jnp.min(jnp.where(logits == peak[:, None], ids, jnp.iinfo(jnp.int32).max), axis=-1)
+    first = lax.axis_index(TP) * logits.shape[0] if tp > 1 else 0
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 0) + first
+    token = jnp.min(jnp.where(logits == peak[None], ids, jnp.iinfo(jnp.int32).max), axis=0)
     return lax.pmin(token, TP) if tp > 1 else token
