@@ -20,12 +20,12 @@ _MASKED = -1e30
 
 
 class PageWrites(NamedTuple):
-    """Which tokens go to which page: entry i < count writes offsets [low, high) of `page`.
+    """Which tokens go to which page: entry i < used writes offsets [low, high) of `page`.
 
     The token for offset 0 of the page is number `first` of the flat tokens (negative where the page began earlier).
     """
 
-    count: jax.Array  # []
+    used: jax.Array  # []
     page: jax.Array  # [W]
     first: jax.Array  # [W]
     low: jax.Array  # [W]
@@ -33,9 +33,9 @@ class PageWrites(NamedTuple):
 
 
 class QueryBlocks(NamedTuple):
-    """Runs of at most QUERY_BLOCK consecutive tokens of one prompt, ascending in `first`."""
+    """Runs of at most QUERY_BLOCK consecutive tokens of one prompt; the first `used` entries, ascending in `first`."""
 
-    count: jax.Array  # []
+    used: jax.Array  # []
     prompt: jax.Array  # [blocks] row of `tables`
     first: jax.Array  # [blocks] flat index of the first token
     position: jax.Array  # [blocks] its position in the prompt
@@ -72,7 +72,7 @@ def write_pages(cache: LayerKV, k: jax.Array, v: jax.Array, writes: PageWrites) 
             lax.dynamic_update_index_in_dim(cache.v, new_v, page, 0),
         )
 
-    return lax.fori_loop(0, writes.count, write, cache)
+    return lax.fori_loop(0, writes.used, write, cache)
 
 
 def read_pages(cache: LayerKV, pages: jax.Array, offset: jax.Array, tokens: int) -> jax.Array:
@@ -114,7 +114,7 @@ def attend_blocks(q: jax.Array, cache: LayerKV, blocks: QueryBlocks) -> jax.Arra
         o = o.reshape(K, size, G, H).transpose(1, 0, 2, 3)
         return lax.dynamic_update_slice_in_dim(out, o, first, axis=0)
 
-    return lax.fori_loop(0, blocks.count, attend, jnp.zeros(q.shape, jnp.float32))[:T]
+    return lax.fori_loop(0, blocks.used, attend, jnp.zeros(q.shape, jnp.float32))[:T]
 
 
 def attend_rows(q: jax.Array, cache: LayerKV, rows: Rows) -> jax.Array:

@@ -8,6 +8,7 @@ import dataclasses
 _CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _MIXED_FROM = 64  # smaller chunks ride in a pass of this size: decode rows cost more than the padding
 _MIXED_SIZES = 4
+_SLICE = 256  # tokens
 
 
 def chunk_buckets(max_chunk: int) -> tuple[int, ...]:
@@ -21,9 +22,14 @@ def row_buckets(max_rows: int) -> tuple[int, ...]:
     return (*(size for size in powers if size < max_rows), max_rows) if max_rows else ()
 
 
-def wire_buckets(max_chunk: int) -> tuple[int, ...]:
-    """Padded token counts T of KV on the wire, as an instance with this max_chunk sends it."""
-    return chunk_buckets(max_chunk)
+def wire_buckets(max_chunk: int, streams: bool = True) -> tuple[int, ...]:
+    """Padded token counts T of the KV units that an instance with this max_chunk sends.
+
+    Whole transfers are cut into slices of at most `_SLICE` tokens, so that an insert never keeps a decode step waiting
+    for long; streamed chunks are sent as they were computed.
+    """
+    sizes = chunk_buckets(max_chunk)
+    return sizes if streams else tuple(size for size in sizes if size <= max(_SLICE, sizes[0]))
 
 
 def layer_groups(num_layers: int, stream_layers: int) -> tuple[tuple[int, ...], ...]:

@@ -45,10 +45,9 @@ class Attention(nnx.Module):
 
     def __init__(self, config: ModelConfig, tp: int, params: Mapping[str, Any]):
         self.config, self.tp = config, tp
-        for name in ("attn_norm", "wq", "wkv", "wo"):
-            setattr(self, name, nnx.Param(params[name]))
-        for name in ("bq", "bkv", "bo"):
-            setattr(self, name, nnx.Param(params[name]) if name in params else None)
+        self.attn_norm = nnx.Param(params["attn_norm"])
+        self.wq, self.wkv, self.wo = (nnx.Param(params[name]) for name in ("wq", "wkv", "wo"))
+        self.bq, self.bkv, self.bo = (_optional(params, name) for name in ("bq", "bkv", "bo"))
 
     def __call__(
         self, x: jax.Array, cos: jax.Array, sin: jax.Array, attend: Attend, cache: LayerKV
@@ -59,7 +58,7 @@ class Attention(nnx.Module):
         h = rms_norm(x, self.attn_norm[...], self.config.rms_eps)
         q = linear(h, wq.reshape(D, K * G * H)).reshape(R, K, G, H)
         kv = linear(h, wkv.reshape(D, 2 * K * H)).reshape(R, 2, K, H)
-        if self.bq is not None:
+        if self.bq is not None and self.bkv is not None:
             q = q + self.bq[...].astype(jnp.float32)[None]
             kv = kv + self.bkv[...].astype(jnp.float32)[None]
         q, k = rotate(q, cos, sin), rotate(kv[:, 0], cos, sin)
@@ -76,10 +75,9 @@ class Mlp(nnx.Module):
 
     def __init__(self, config: ModelConfig, tp: int, params: Mapping[str, Any]):
         self.config, self.tp = config, tp
-        for name in ("mlp_norm", "w_gate_up", "w_down"):
-            setattr(self, name, nnx.Param(params[name]))
-        for name in ("b_gate_up", "b_down"):
-            setattr(self, name, nnx.Param(params[name]) if name in params else None)
+        self.mlp_norm = nnx.Param(params["mlp_norm"])
+        self.w_gate_up, self.w_down = nnx.Param(params["w_gate_up"]), nnx.Param(params["w_down"])
+        self.b_gate_up, self.b_down = (_optional(params, name) for name in ("b_gate_up", "b_down"))
 
     def __call__(self, x: jax.Array) -> jax.Array:
         """[R, D] -> [R, D]."""
@@ -171,6 +169,10 @@ def _graph(build: Callable[[dict[str, Any]], nnx.Module], names: list[str]) -> A
     graph, state = nnx.split(module)
     leaves, tree = jax.tree.flatten(state)
     return graph, tree, tuple(names[leaf.shape[0]] for leaf in leaves)
+
+
+def _optional(params: Mapping[str, Any], name: str) -> nnx.Param[Any] | None:
+    return nnx.Param(params[name]) if name in params else None
 
 
 def _sum_shards(x: jax.Array, tp: int) -> jax.Array:

@@ -101,7 +101,7 @@ def page_writes(parts: Sequence[tuple[int, int, int, Sequence[int]]], page_size:
     columns = np.zeros((4, width), np.int32)
     if entries:
         columns[:, : len(entries)] = np.array(entries, np.int32).T
-    return {"count": len(entries), **dict(zip(("page", "first", "low", "high"), columns, strict=True))}
+    return {"used": len(entries), **dict(zip(("page", "first", "low", "high"), columns, strict=True))}
 
 
 def write_entries(tokens: int, page_size: int, parts: int) -> int:
@@ -141,7 +141,7 @@ def pack_pass(shape: PassShape, chunks: Sequence[Chunk], rows: RowArrays | None,
         columns[:, : len(blocks)] = np.array(blocks, np.int32).reshape(-1, 4).T
         names = ("prompt", "first", "position", "pages")
         fields |= {f"blocks.{k}": v for k, v in zip(names, columns, strict=True)}
-        fields |= {"blocks.count": len(blocks), "blocks.tables": tables}
+        fields |= {"blocks.used": len(blocks), "blocks.tables": tables}
     if B:
         n, base = 0, shape.sampled - B
         row_tables, page = np.zeros((B, shape.table), np.int32), np.full(B, shape.num_pages, np.int32)
@@ -155,7 +155,7 @@ def pack_pass(shape: PassShape, chunks: Sequence[Chunk], rows: RowArrays | None,
         longest = int(positions[T:].max()) // shape.page_size + 1 if n else 0
         fields |= {"rows.tables": row_tables, "rows.page": page, "rows.pages": longest}
     if dry:
-        fields |= {name: 0 for name in ("writes.count",) if T}
+        fields |= {name: 0 for name in ("writes.used",) if T}
         fields |= {"rows.page": np.full(B, shape.num_pages, np.int32)} if B else {}
         slot[:] = shape.slots
     fields |= {"tokens": tokens, "positions": positions}
@@ -198,9 +198,9 @@ def _layout(shape: PassShape) -> dict[str, tuple[int, ...]]:
     T, B, R = shape.tokens, shape.rows, shape.sampled
     fields: dict[str, tuple[int, ...]] = {"tokens": (T + B,), "positions": (T + B,)}
     if T:
-        fields["writes.count"] = ()
+        fields["writes.used"] = ()
         fields |= {f"writes.{k}": (_writes(shape),) for k in ("page", "first", "low", "high")}
-        fields["blocks.count"] = ()
+        fields["blocks.used"] = ()
         fields |= {f"blocks.{k}": (_blocks(shape),) for k in ("prompt", "first", "position", "pages")}
         fields["blocks.tables"] = (shape.prompts, shape.table)
     if B:

@@ -36,8 +36,6 @@ from pdjax.request import SamplingParams
 from pdjax.transfer.base import Unit, UnitHeader
 from pdjax.warmup import Progress, warm_up
 
-_EXTRACT_TOKENS = 256  # most tokens of one extracted unit: an insert must not keep a decode step waiting long
-
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
@@ -64,7 +62,7 @@ class Instance:
         spec: its limits; empty bucket fields are chosen by `pdjax.models.buckets`.
         weights: placed on `mesh` with the specs of `pdjax.models.params`.
         stream_layers: layers per group, the unit of streaming; 0: nothing streams, groups of about 6.
-        peer_buckets: padded token counts that peers may send (`wire_buckets` of their max_chunk).
+        peer_buckets: padded token counts of the units that peers may send (`pdjax.models.buckets.wire_buckets`).
     """
 
     def __init__(
@@ -81,8 +79,9 @@ class Instance:
         self.buckets = Buckets(
             spec.chunk_buckets or chunk_buckets(spec.max_chunk), spec.row_buckets or row_buckets(spec.max_rows)
         )
-        self.wire_buckets = tuple(sorted({*wire_buckets(spec.max_chunk), *peer_buckets}))
         self.streams = stream_layers > 0
+        self._insert_sizes = tuple(sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets}))
+        self._extract_sizes = wire_buckets(spec.max_chunk, streams=False)
         self.kv_sharding = NamedSharding(mesh, WIRE_SPEC)
         self._outer = outer_leaves(config, weights, mesh.size)
         self._groups: list[tuple[tuple[int, ...], Columns]] = [
@@ -102,7 +101,7 @@ class Instance:
 
     def extract(self, transfer: StartTransfer) -> Iterator[Unit]:
         """The KV of a whole transfer as fresh arrays, one unit per token slice and layer group, read when asked for."""
-        P, buckets = self.spec.page_size, self._extract_buckets()
+        P, buckets = self.spec.page_size, self._extract_sizes
         for start in range(0, transfer.tokens, buckets[-1]):
             n = min(buckets[-1], transfer.tokens - start)
             T = next(size for size in buckets if size >= n)
@@ -130,7 +129,7 @@ class Instance:
             if not name.startswith("insert"):
                 jax.block_until_ready(fn(*args))
         for layers, _ in self._group_sizes():
-            for T in self.wire_buckets:
+            for T in self._insert_sizes if self.spec.max_rows else ():
                 self.insert(self._blank_unit(layers, T), ())
 
     def warmup(self, progress: Progress | None = None) -> list[tuple[Load, float]]:
@@ -222,14 +221,14 @@ class Instance:
         P = self.spec.page_size
         for layers, _ in self._group_sizes():
             caches, g = self._caches(layers), len(layers)
-            for T in self.wire_buckets:
+            for T in self._insert_sizes if self.spec.max_rows else ():
                 vector = pack_insert(P, T, 0, 0, ())
                 yield (
                     f"insert {g}x{T}",
                     insert_program(self.mesh, P, T),
                     (caches, vector, self._blank_unit(layers, T).kv),
                 )
-            for T in self._extract_buckets():
+            for T in self._extract_sizes:
                 pages = np.zeros(_span(T, P), np.int32)
                 yield f"extract {g}x{T}", extract_program(self.mesh, T), (caches, pages, np.int32(0))
             for T in self.buckets.chunks if self.streams else ():
@@ -241,11 +240,6 @@ class Instance:
     def _group_sizes(self) -> list[tuple[tuple[int, ...], Columns]]:
         """One group of every size: programs are the same for groups of equal size."""
         return list({len(layers): (layers, columns) for layers, columns in self._groups}.values())
-
-    def _extract_buckets(self) -> tuple[int, ...]:
-        """The padded token counts of extracted units."""
-        own = wire_buckets(self.spec.max_chunk)
-        return tuple(size for size in own if size <= max(_EXTRACT_TOKENS, own[0]))
 
     def _blank_unit(self, layers: Sequence[int], tokens: int) -> Unit:
         shape = (len(layers), 2, tokens, self.config.num_kv_heads, self.config.head_dim)
