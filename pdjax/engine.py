@@ -89,7 +89,7 @@ class Engine:
     @property
     def free_pages(self) -> tuple[int, ...]:
         """Of every instance."""
-        return tuple(lane.free_pages for lane in self._controller.instances)
+        return tuple(lane.free_pages for lane in self._controller.books.instances)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -192,7 +192,7 @@ class Engine:
     def wait_idle(self, timeout_s: float | None = None) -> bool:
         """Waits until nothing is live: every request has ended and every page is free. False after timeout_s."""
         with self._drained:
-            return self._drained.wait_for(lambda: not self._handles and not self._controller.live, timeout_s)
+            return self._drained.wait_for(lambda: not self._handles and not self._controller.books.live, timeout_s)
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -223,7 +223,7 @@ class Engine:
                 event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
                 for command in controller.handle(event or Tick(), cluster.now()):
                     cluster.submit(command)
-                if not controller.live:
+                if not controller.books.live:
                     with self._drained:
                         self._drained.notify_all()
         except BaseException as error:

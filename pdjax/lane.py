@@ -137,7 +137,7 @@ class Lane:
     def leave(self, live: Live) -> None:
         """The row takes part in no further step. Does nothing if it is not in the batch."""
         slot = live.slot
-        if slot is None or self.batch.get(slot) is not live:
+        if slot is None or not self.holds(live):
             return
         del self.batch[slot]
         self.starved = self.starved and bool(self.batch)
@@ -149,6 +149,10 @@ class Lane:
                 return
         self._grows = [grow for grow in self._grows if grow[0] != slot]
         self._leaves.append(slot)
+
+    def holds(self, live: Live) -> bool:
+        """Whether it is a row of the batch."""
+        return live.slot is not None and self.batch.get(live.slot) is live
 
     def growing(self) -> list[Live]:
         """Rows that need a page before the next step can be issued."""
@@ -169,7 +173,7 @@ class Lane:
 
     def _here(self, row: _Row) -> bool:
         live, attempt = row
-        return live.attempt == attempt and live.slot is not None and self.batch.get(live.slot) is live
+        return live.attempt == attempt and self.holds(live)
 
     # --- iterations -------------------------------------------------------------------------------------------------
 

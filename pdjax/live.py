@@ -84,6 +84,11 @@ class Live:
         """Decodes where it prefills, or does not decode at all."""
         return self.single or (self.place is not None and self.place.decode == self.place.prefill)
 
+    @property
+    def decodes_here(self) -> bool:
+        """Its prefill instance needs a row slot for it, and a page for the first token."""
+        return self.local and not self.single
+
     def to(self, state: State) -> None:
         self.state = advance(self.state, state)
 

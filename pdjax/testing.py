@@ -161,11 +161,13 @@ class World:
     def run(self) -> Collector:
         """To the end; every request must have ended, and every page must be free."""
         while self.step():
-            for lane in self.controller.instances:
+            for lane in self.controller.books.instances:
                 lane.pool.check()
-        if self.controller.live:
-            raise AssertionError(f"never ended: {[(live.id, live.state) for live in self.controller.live.values()]}")
-        for lane in self.controller.instances:
+        if self.controller.books.live:
+            raise AssertionError(
+                f"never ended: {[(live.id, live.state) for live in self.controller.books.live.values()]}"
+            )
+        for lane in self.controller.books.instances:
             if lane.free_pages != lane.spec.usable_pages or not lane.idle:
                 raise AssertionError(f"instance {lane.spec.index} is not empty at the end")
         return self.collected

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdjax.controller import MAX_RESTARTS
+from pdjax.controller import MAX_RESTARTS, STALL_S
 from pdjax.latency import LatencyModel
 from pdjax.messages import (
     Abort,
@@ -15,7 +15,7 @@ from pdjax.messages import (
     TransferFailed,
 )
 from pdjax.request import State
-from pdjax.schedulers import Colocated, Disaggregated, Place
+from pdjax.schedulers import Colocated, Disaggregated, Place, Wait
 from pdjax.testing import World, fake_tokens, spec
 from tests.worlds import POLICIES, ask, crowd, policy, specs
 
@@ -122,7 +122,7 @@ def test_pages_of_a_stopped_row_stay_until_the_step_in_flight_is_done():
     w = world("colocated")
     w.add(ask(0, tokens=10, stops=frozenset({stop})))
     run_until(w, lambda: 0 in w.collected.records)
-    lane = w.controller.instances[0]
+    lane = w.controller.books.instances[0]
     assert lane.in_flight and lane.free_pages < lane.spec.usable_pages
     w.run()
 
@@ -139,7 +139,7 @@ def test_never_more_iterations_in_flight_than_the_instance_takes():
     w.add(*crowd(seed=3, count=10))
     deepest = 0
     while w.step():
-        deepest = max(deepest, len(w.controller.instances[0].in_flight))
+        deepest = max(deepest, len(w.controller.books.instances[0].in_flight))
     assert deepest == 2
 
 
@@ -166,18 +166,18 @@ def test_every_preemption_raises_the_number_of_free_pages():
     w.add(*crowd(seed=4, count=30))
     preempted = 0
     while w.step():
-        for live in w.controller.live.values():
+        for live in w.controller.books.live.values():
             if live.preemptions and live.state is State.WAITING:
                 preempted += 1
-                assert not any(lane.pool.pages(live.id) for lane in w.controller.instances)
+                assert not any(lane.pool.pages(live.id) for lane in w.controller.books.instances)
     assert preempted
 
 
 def test_kv_waits_on_the_prefill_side_until_decode_has_room():
     w = World([spec(0, Role.PREFILL), spec(1, Role.DECODE, max_rows=1)], Disaggregated())
     w.add(ask(0, tokens=20), ask(1, tokens=3))
-    run_until(w, lambda: [live.id for live in w.controller.held] == [1])
-    assert w.controller.instances[0].pool.pages(1)
+    run_until(w, lambda: [live.id for live in w.controller.books.held] == [1])
+    assert w.controller.books.instances[0].pool.pages(1)
     assert [w.run().records[i].finish_reason for i in (0, 1)] == ["length", "length"]
 
 
@@ -205,7 +205,7 @@ def test_an_abort_in_any_state_frees_everything_and_disturbs_nobody(name, state)
     w = world(name)
     others = crowd(seed=5, count=12)
     w.add(*others, ask(99, prompt=60, tokens=30, at_s=0.25))
-    run_until(w, lambda: 99 in w.controller.live and w.controller.live[99].state is state)
+    run_until(w, lambda: 99 in w.controller.books.live and w.controller.books.live[99].state is state)
     w.cluster.post(Abort(99))
     records = w.run().records
     assert records[99].state is State.ABORTED
@@ -222,26 +222,26 @@ def test_an_abort_after_the_end_does_nothing():
 def test_pages_of_an_aborted_transfer_are_quarantined_until_the_acknowledgement():
     w = world("pull")
     w.add(ask(0))
-    run_until(w, lambda: any(live.transfer for live in w.controller.live.values()))
-    key = w.controller.live[0].transfer
+    run_until(w, lambda: any(live.transfer for live in w.controller.books.live.values()))
+    key = w.controller.books.live[0].transfer
     commands = w.controller.handle(Abort(0), w.cluster.now())
     assert AbortTransfer(key) in commands
-    assert all(lane.free_pages < lane.spec.usable_pages for lane in w.controller.instances)
+    assert all(lane.free_pages < lane.spec.usable_pages for lane in w.controller.books.instances)
     w.controller.handle(TransferAborted(key), w.cluster.now())
-    assert all(lane.free_pages == lane.spec.usable_pages for lane in w.controller.instances)
+    assert all(lane.free_pages == lane.spec.usable_pages for lane in w.controller.books.instances)
 
 
 def test_a_transfer_that_ends_before_its_abort_arrives_frees_once():
     w = world("pull")
     w.add(ask(0))
-    run_until(w, lambda: any(live.transfer for live in w.controller.live.values()))
-    key = w.controller.live[0].transfer
+    run_until(w, lambda: any(live.transfer for live in w.controller.books.live.values()))
+    key = w.controller.books.live[0].transfer
     w.controller.handle(Abort(0), w.cluster.now())
     w.controller.handle(TransferDone(key, 0, 0.0, 0.0), w.cluster.now())
-    for lane in w.controller.instances:
+    for lane in w.controller.books.instances:
         lane.pool.check()
         assert lane.free_pages == lane.spec.usable_pages
-    assert w.controller.live == {}
+    assert w.controller.books.live == {}
 
 
 # --- losses ---------------------------------------------------------------------------------------------------------
@@ -310,7 +310,7 @@ def test_a_lost_instance_costs_time_but_no_answer(lost):
     records = w.collected.records
     assert {r.id: records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
     assert sum(record.restarts for record in records.values()) > 0
-    assert not w.controller.live
+    assert not w.controller.books.live
 
 
 def test_the_loss_of_the_last_instance_fails_what_is_live():
@@ -351,6 +351,18 @@ def test_a_policy_that_names_no_instance_is_told_so():
     w.add(ask(0))
     with pytest.raises(ValueError, match=r"Lost\.place named instance 7"):
         w.run()
+
+
+def test_a_policy_that_lets_requests_wait_for_ever_is_given_up():
+    class Never(Colocated):
+        def place(self, ask, cluster):
+            return Wait("never")
+
+    w = World([spec(0, Role.MIXED)], Never())
+    w.add(ask(0))
+    record = w.run().records[0]
+    assert record.state is State.FAILED and "Never let it wait" in record.reason
+    assert w.cluster.now() == STALL_S
 
 
 def test_the_marks_of_a_request_are_those_of_a_hand_made_clock():

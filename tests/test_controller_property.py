@@ -39,7 +39,7 @@ def test_every_request_ends_once_with_the_right_tokens_and_every_page_comes_back
         w.cluster.lose(lost[0], "injected", lost[1])
         while w.step():
             pass
-        assert not w.controller.live
+        assert not w.controller.books.live
     else:
         w.run()
     for request in requests:

@@ -1,0 +1,162 @@
+"""What is where: every live request, every instance's lane, every open transfer, and the moves between them.
+
+The controller changes it as events come, the decisions as the policy decides; policies read it (it is their
+`ClusterView`). A move that concerns an instance leaves a command in `commands`.
+"""
+
+import bisect
+from collections import deque
+from collections.abc import Sequence
+
+from pdjax.lane import Lane
+from pdjax.latency import LatencyModel
+from pdjax.live import Live
+from pdjax.messages import AbortTransfer, Command, InstanceSpec, Role, StartTransfer
+from pdjax.request import State
+
+
+class Books:
+    """The state of a controller.
+
+    Attributes:
+        now: the time of the event being handled, seconds.
+        instances: a lane per instance.
+        live: engine id -> request, until it has ended and nothing can touch its pages any more.
+        queue: WAITING and not placed, first come first.
+        held: MIGRATING without a transfer: their KV waits on the prefill side.
+        backlog: some held request found no room.
+        commands: what to submit, in order.
+    """
+
+    def __init__(
+        self, specs: Sequence[InstanceSpec], latency: Sequence[LatencyModel], transfer_timeout_s: float
+    ) -> None:
+        self.now = 0.0
+        self.instances = [Lane(spec, model, self.fits) for spec, model in zip(specs, latency, strict=True)]
+        self.live: dict[int, Live] = {}
+        self.queue: list[Live] = []
+        self.held: list[Live] = []
+        self.backlog = False
+        self.commands: list[Command] = []
+        self.transfers: dict[int, Live] = {}
+        self._deadlines: deque[tuple[float, int]] = deque()
+        self._timeout = transfer_timeout_s
+        self._key = 0
+
+    @property
+    def stalled(self) -> bool:
+        """Requests are live, but nothing that is under way can move them: only another event could."""
+        return bool(self.live) and not self.transfers and not any(lane.in_flight for lane in self.instances)
+
+    # --- in ---------------------------------------------------------------------------------------------------------
+
+    def enqueue(self, live: Live) -> None:
+        bisect.insort(self.queue, live, key=lambda other: other.order)
+
+    def hold(self, live: Live) -> None:
+        bisect.insort(self.held, live, key=lambda other: other.order)
+
+    def fits(self, lane: Lane, live: Live) -> bool:
+        """Whether the first chunk can have its pages and slot: nobody who holds KV must be waiting for them."""
+        place = live.place
+        if place is None or lane.starved or (self.backlog and lane.role is not Role.PREFILL):
+            return False
+        if live.decodes_here and not lane.has_slot:
+            return False
+        if lane.pool.free < lane.spec.pages_for(live.context_tokens + live.decodes_here):
+            return False
+        if place.mode != "stream" or live.local or place.decode is None:
+            return True
+        return not self.backlog and self.instances[place.decode].room_for(live)
+
+    def start(self, lane: Lane, live: Live) -> bool:
+        if not self.fits(lane, live):
+            return False
+        assert live.place is not None
+        lane.reserve(live, live.context_tokens + live.decodes_here, slot=live.decodes_here)
+        live.to(State.PREFILLING)
+        if live.place.mode == "stream" and not live.local and live.place.decode is not None:
+            self.instances[live.place.decode].expect(live)
+            self.transfer(live, live.place.decode, "stream")
+        return True
+
+    def transfer(self, live: Live, target: int, mode: str) -> None:
+        assert live.place is not None
+        self._key += 1
+        live.transfer, live.decode_on = self._key, target
+        self.transfers[self._key] = live
+        self._deadlines.append((self.now + self._timeout, self._key))
+        self.commands.append(
+            StartTransfer(
+                key=self._key,
+                request=live.id,
+                attempt=live.attempt,
+                src=live.place.prefill,
+                dst=target,
+                src_pages=self.instances[live.place.prefill].pool.pages(live.id),
+                dst_pages=self.instances[target].pool.pages(live.id),
+                tokens=live.context_tokens,
+                mode="stream" if mode == "stream" else "whole",
+            )
+        )
+
+    def next_deadline(self) -> float | None:
+        """When the oldest open transfer is to be given up."""
+        while self._deadlines and self._deadlines[0][1] not in self.transfers:
+            self._deadlines.popleft()
+        return self._deadlines[0][0] if self._deadlines else None
+
+    def overdue(self) -> list[tuple[int, Live]]:
+        """Transfers past their deadline that nobody has given up yet; each is told once."""
+        out = []
+        while self._deadlines and self._deadlines[0][0] <= self.now:
+            _, key = self._deadlines.popleft()
+            live = self.transfers.get(key)
+            if live is not None and not live.holds:
+                out.append((key, live))
+        return out
+
+    def join(self, live: Live) -> None:
+        assert live.place is not None and live.decode_on is not None
+        self.instances[live.place.prefill].give_back(live, slot=None)
+        self.instances[live.decode_on].join(live, live.first)
+        live.to(State.DECODING)
+
+    # --- out --------------------------------------------------------------------------------------------------------
+
+    def retire(self, live: Live, state: State) -> None:
+        live.to(state)
+        if live in self.queue:
+            self.queue.remove(live)
+        if live in self.held:
+            self.held.remove(live)
+        for lane in self._lanes(live):
+            lane.leave(live)
+            if live in lane.prefills:
+                lane.dequeue(live)
+            lane.barrier(live)
+        if live.transfer is not None:
+            live.holds += 1
+            self.commands.append(AbortTransfer(live.transfer))
+        self.freed([live])
+
+    def freed(self, lives: Sequence[Live]) -> None:
+        """Gives back what the requests held, if nothing can touch it any more; preempted ones wait again."""
+        for live in lives:
+            if live.holds or live.id not in self.live:
+                continue
+            for lane in self._lanes(live):
+                decodes = lane.spec.index == live.decode_on or live.local
+                lane.give_back(live, slot=live.slot if decodes else None)
+            live.slot = None
+            if live.state.terminal:
+                del self.live[live.id]
+            else:
+                live.start_over()
+                self.enqueue(live)
+
+    def _lanes(self, live: Live) -> list[Lane]:
+        if live.place is None:
+            return []
+        indices = {live.place.prefill, live.decode_on if live.decode_on is not None else live.place.prefill}
+        return [self.instances[index] for index in sorted(indices)]

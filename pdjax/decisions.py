@@ -1,0 +1,137 @@
+"""From the policy's decisions to commands: called after every event, until nothing is left to decide.
+
+Requests that hold KV come first, so that none ever waits behind one that holds none: hand-offs before new prompts,
+pages for running rows before pages for prompts. What a policy says is checked here, once, for all policies.
+"""
+
+from collections.abc import Sequence
+
+from pdjax.books import Books
+from pdjax.lane import Lane
+from pdjax.live import Live
+from pdjax.messages import Chunk
+from pdjax.request import State
+from pdjax.schedulers.base import Ask, Place, Reject, Scheduler, Wait
+
+
+def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
+    """Everything that can be decided now. Commands go to `books.commands`.
+
+    Returns:
+        The requests that the policy rejects, each with its reason.
+
+    Raises:
+        ValueError: the policy named what is not there.
+    """
+    _hand_off(books, scheduler)
+    rejected = _place(books, scheduler)
+    progress = True
+    while progress:
+        progress = False
+        for lane in books.instances:
+            while lane.alive and len(lane.in_flight) < lane.spec.max_in_flight and _iterate(books, scheduler, lane):
+                progress = True
+        if progress:  # preempted requests may be waiting again
+            rejected += _place(books, scheduler)
+    return rejected
+
+
+def _hand_off(books: Books, scheduler: Scheduler) -> None:
+    waiting = []
+    for live in books.held:
+        assert live.place is not None
+        target = live.place.decode
+        if target is None:
+            target = scheduler.hand_off(live, books)
+        if target is None or not books.instances[target].room_for(live):
+            waiting.append(live)
+        else:
+            books.instances[target].expect(live)
+            books.transfer(live, target, "whole")
+    books.held = waiting
+    books.backlog = bool(waiting)
+
+
+def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
+    rejected = []
+    while books.queue:
+        live = books.queue[0]
+        decision = scheduler.place(live, books)
+        if isinstance(decision, Wait):
+            break
+        del books.queue[0]
+        if isinstance(decision, Reject):
+            rejected.append((live, decision.reason))
+        else:
+            _check(books, scheduler, decision)
+            live.place = decision
+            books.instances[decision.prefill].enqueue(live)
+    return rejected
+
+
+def _check(books: Books, scheduler: Scheduler, place: Place) -> None:
+    policy = type(scheduler).__name__
+    for index in (place.prefill,) if place.decode is None else (place.prefill, place.decode):
+        if not 0 <= index < len(books.instances) or not books.instances[index].alive:
+            raise ValueError(f"{policy}.place named instance {index}, which is not there")
+    if place.mode == "stream" and place.decode is None:
+        raise ValueError(f"{policy}.place: mode is 'stream' without a decode instance; allowed: 'whole'")
+
+
+def _iterate(books: Books, scheduler: Scheduler, lane: Lane) -> bool:
+    plan = scheduler.iterate(lane, books)
+    decode = plan.decode and bool(lane.batch) and _grow(books, lane) and bool(lane.batch)
+    chunks = _chunks(books, scheduler, lane, plan.chunks)
+    if not chunks and not decode:
+        return False
+    books.commands.append(lane.issue(chunks, decode))
+    for chunk in chunks:
+        live = books.live[chunk.request]
+        if chunk.last and live.decodes_here:
+            lane.join(live, None)
+    return True
+
+
+def _grow(books: Books, lane: Lane) -> bool:
+    """Gives every row the page it needs for the next step; preempts the latest arrivals when there are none.
+
+    False: no step now, the pages of preempted rows come back when what is in flight is done.
+    """
+    for live in lane.growing():
+        while lane.holds(live) and not lane.grow(live):
+            lane.starved = True
+            if lane.draining:
+                return False
+            started = [other for other in lane.prefills if other.prefilled and other.local]
+            victim = max([*lane.batch.values(), *started], key=lambda other: other.order)
+            victim.preemptions += 1
+            books.retire(victim, State.PREEMPTED)
+    lane.starved = False
+    return True
+
+
+def _chunks(books: Books, scheduler: Scheduler, lane: Lane, wanted: Sequence[tuple[Ask, int]]) -> tuple[Chunk, ...]:
+    chunks = []
+    for ask, tokens in wanted:
+        live = books.live[ask.id]
+        if live.place is None or live.state not in (State.WAITING, State.PREFILLING):
+            continue  # preempted a moment ago, to let a row grow
+        start, end = live.prefilled, live.prefilled + tokens
+        if not start < end <= live.context_tokens:
+            raise ValueError(f"{type(scheduler).__name__}.iterate: {tokens} tokens of request {live.id}")
+        if start == 0 and not books.start(lane, live):
+            break
+        chunks.append(
+            Chunk(
+                request=live.id,
+                tokens=live.context[start:end],
+                start=start,
+                pages=lane.pool.pages(live.id),
+                slot=live.slot if live.decodes_here and live.slot is not None else lane.spec.max_rows,
+                last=end == live.context_tokens,
+                sampling=live.request.sampling,
+                stream=live.transfer,
+            )
+        )
+        lane.advance_prefill(live, tokens)
+    return tuple(chunks)
