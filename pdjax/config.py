@@ -80,7 +80,8 @@ class EngineConfig:
             "seed",
         ):
             _at_least(self, name, 0)
-        if not self.transfer_timeout_s > 0:
+        timeout = self.transfer_timeout_s
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
             raise ValueError(f"transfer_timeout_s is {self.transfer_timeout_s!r}; allowed: seconds > 0")
 
 

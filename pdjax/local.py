@@ -104,10 +104,12 @@ class LocalCluster:
             case StartTransfer():
                 self._start_transfer(command)
             case AbortTransfer(key):
-                with self._lock:
+                with self._lock:  # against `_insert`: only one of abort and finish gets the transfer
                     move = self._moves.get(key)
-                if move is not None and self._transport.abort(key):
-                    self._close_move(move, TransferAborted(key))
+                    if move is None or not self._transport.abort(key):
+                        return
+                    self._close_move(move)
+                self._answer(move, TransferAborted(key))
 
     def next_event(self, timeout_s: float | None) -> Event | None:
         """Raises ClusterFault when a thread died."""
@@ -149,7 +151,7 @@ class LocalCluster:
             command.src,
             command.dst,
             deliver=lambda unit: target.put(lambda lane: self._insert(lane, move, unit)),
-            failed=lambda error: self._close_move(move, TransferFailed(command.key, error)),
+            failed=lambda error: self._failed(move, error),
         )
         if command.mode == "whole":
             move.prefill_end_s = self.now()
@@ -170,12 +172,11 @@ class LocalCluster:
         move.inserted += unit.header.tokens * unit.header.layers
         if move.inserted < command.tokens * self._num_layers:
             return
-        with self._lock:  # an abort that comes now finds nothing
+        with self._lock:
             if move.closed:
                 return
-            move.closed = True
-            del self._moves[command.key]
-        self._transport.finish(command.key)
+            self._close_move(move)
+            self._transport.finish(command.key)
         end = move.prefill_end_s if move.prefill_end_s is not None else self.now()
         self.post(
             TransferDone(
@@ -188,16 +189,22 @@ class LocalCluster:
             )
         )
 
-    def _close_move(self, move: _Move, answer: Event) -> None:
-        """No unit of it is inserted from now on; the answer comes when both lanes have done what was under way."""
-        command = move.command
+    def _failed(self, move: _Move, error: str) -> None:
         with self._lock:
             if move.closed:
                 return
-            move.closed = True
-            del self._moves[command.key]
-        target = self._lanes[command.dst]
-        self._lanes[command.src].put(lambda _: target.put(lambda _: self.post(answer)))
+            self._close_move(move)
+        self._answer(move, TransferFailed(move.command.key, error))
+
+    def _close_move(self, move: _Move) -> None:
+        """No unit of it is inserted from now on. Under `_lock`."""
+        move.closed = True
+        del self._moves[move.command.key]
+
+    def _answer(self, move: _Move, answer: Event) -> None:
+        """The answer comes when both lanes have done what was under way: then no page of it is touched any more."""
+        target = self._lanes[move.command.dst]
+        self._lanes[move.command.src].put(lambda _: target.put(lambda _: self.post(answer)))
 
     def prefilled(self, iteration: Iteration) -> None:
         """A lane has the tokens of an iteration: the prompts that end in it are computed."""
