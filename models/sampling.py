@@ -36,20 +36,28 @@ def sample(logits: jax.Array, options: jax.Array, position: jax.Array, vocab_siz
 
 def draw_tokens(logits: jax.Array, options: jax.Array, position: jax.Array) -> jax.Array:
     """One draw per row from logits [R, V], cut by top_k, then by top_p; [R] int32."""
+    scaled, kept = cut(logits, options)
+    noise = jax.vmap(lambda row, at: _gumbel(row, at, logits.shape[1]))(options, position)
+    return _first_largest(jnp.where(kept, scaled + noise, -jnp.inf))
+
+
+def cut(logits: jax.Array, options: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """(logits over temperature with their largest at 0, which of them may be drawn), both [R, V].
+
+    top_k keeps what is tied with the k-th. top_p keeps the smallest set of the most likely of these whose share of
+    their probability reaches top_p, and what is tied with its last.
+    """
     temperature = lax.bitcast_convert_type(options[:, 0], jnp.float32)
     top_p = lax.bitcast_convert_type(options[:, 2], jnp.float32)
     top_k = jnp.where(options[:, 1] > 0, options[:, 1], logits.shape[1])
     peak = logits.max(axis=-1, keepdims=True)
     scaled = (logits - peak) / jnp.maximum(temperature, GREEDY_BELOW)[:, None]  # <= 0: exp cannot overflow
     order = _ordered_bits(scaled)
-    ones = jnp.ones_like(scaled)
-    kth = _largest_bound(order, ones, top_k.astype(jnp.float32))
+    kth = _largest_bound(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
     mass = jnp.where(order >= kth[:, None], jnp.exp(scaled), 0.0)
     # A target above every sum gives the lowest bound: top_k alone decides.
     nucleus = _largest_bound(order, mass, jnp.where(top_p < 1, top_p * mass.sum(axis=-1), jnp.inf))
-    keep = order >= jnp.maximum(kth, nucleus)[:, None]
-    noise = jax.vmap(lambda o, p: _gumbel(o, p, logits.shape[1]))(options, position)
-    return _first_largest(jnp.where(keep, scaled + noise, -jnp.inf))
+    return scaled, order >= jnp.maximum(kth, nucleus)[:, None]
 
 
 def _gumbel(options: jax.Array, position: jax.Array, size: int) -> jax.Array:
