@@ -16,7 +16,7 @@ from rich.text import Text
 
 from pdjax.workload import Item
 
-SHOWN = 6
+SHOWN = 4
 """Answers shown at the same time: a panel must fit a terminal."""
 WIDTH = 100
 

@@ -47,7 +47,7 @@ _ENGINE = [
 TRANSFER = flags.DEFINE_enum("transfer", _DEFAULTS.transfer, TRANSFERS, "How KV moves between instances.")
 
 WORKLOAD = flags.DEFINE_string("workload", "chat", f"One of {workload.KINDS}.")
-NUM_REQUESTS = flags.DEFINE_integer("num_requests", None, "Requests; unset: all there are.", lower_bound=1)
+NUM_REQUESTS = flags.DEFINE_integer("num_requests", 10, "Requests; 0: all that the workload has.", lower_bound=0)
 WARMUP_REQUESTS = flags.DEFINE_integer("warmup_requests", 0, "First requests left out of statistics.", lower_bound=0)
 ARRIVAL = flags.DEFINE_string("arrival", "poisson", f"One of {workload.ARRIVALS}.")
 RATE = flags.DEFINE_float(
@@ -86,7 +86,7 @@ def build_workload(*, vocab_size: int, max_model_len: int) -> workload.Workload:
         rate = DEFAULT_RATE
     return workload.parse(
         WORKLOAD.value,
-        num_requests=NUM_REQUESTS.value,
+        num_requests=NUM_REQUESTS.value or None,
         rate=rate,
         arrival=ARRIVAL.value,
         seed=SEED.value,

@@ -87,7 +87,7 @@ def serve(
 
 
 def _engine(config: EngineConfig, console: Console, make: Callable[..., Any]) -> Any:
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("loading", total=None)
         return make(config, lambda done, total, what: bar.update(task, completed=done, total=total, description=what))
 
@@ -96,7 +96,7 @@ def _play(engine: Any, workload: Workload, console: Console, *, answers: bool) -
     if answers:
         with Answers(console, workload.items) as show:
             return engine.replay(workload, on_text=show)
-    with Progress(console=console, transient=True) as bar:
+    with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("requests", total=len(workload.items))
         return engine.replay(workload, progress=lambda done, total: bar.update(task, completed=done))
 
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
     devices = build.devices_for(one.prefill_instances * one.prefill_tp + one.decode_instances * one.decode_tp)
     workload = build_workload(tuple(configs.values()))
     console = Console()
-    console.print(workload.note, highlight=False)
+    console.print(workload.note, highlight=False, soft_wrap=True)
     entries, reports = serve(
         configs,
         workload,
@@ -119,7 +119,8 @@ def main(argv: list[str]) -> None:
     )
     limits = dataclasses.asdict(flags.build_slo())
     words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
-    console.print(table.comparison(entries, title=f"{flags.MODEL.value}, a request's SLO: {words}"))
+    console.print(table.comparison(entries))
+    console.print(f"SLO of a request: {words}. Longest gap: between two tokens of one answer.", soft_wrap=True)
     if folder := flags.OUT.value:
         origin = provenance.collect(flags.given(), devices=devices)
         report.write(folder, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)

@@ -8,9 +8,9 @@ from rich.table import Table
 Run = Mapping[str, Any]
 
 
-def comparison(runs: Sequence[Run], *, title: str) -> Table:
+def comparison(runs: Sequence[Run]) -> Table:
     """One column per run, one row per number. `runs` are entries of summary.json's `runs`."""
-    table = Table(title=title, title_justify="left", title_style="bold")
+    table = Table()
     table.add_column("")
     for run in runs:
         table.add_column(run["scheduler"], justify="right")
@@ -45,7 +45,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("completed", _ended),
     ("TTFT p50 / p95, ms", _percentiles("ttft_ms", "p50", "p95")),
     ("TPOT p50 / p95, ms", _percentiles("tpot_ms", "p50", "p95")),
-    ("longest wait for a token p50 / max, ms", _percentiles("max_itl_ms", "p50", "max")),
+    ("longest gap p50 / max, ms", _percentiles("max_itl_ms", "p50", "max")),
     ("E2E p50 / p99, ms", _percentiles("e2e_ms", "p50", "p99")),
     ("KV moved, requests", lambda run: str(run["kv_transfer"]["count"])),
     ("KV moved, MB", lambda run: _number(run["kv_transfer"]["bytes"] / 1e6)),
@@ -53,8 +53,8 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("KV time hidden by prefill", _hidden),
     ("output tokens/s", lambda run: _number(run["output_tokens_per_s"])),
     ("throughput, requests/s", lambda run: f"{run['throughput_rps']:.2f}"),
-    ("goodput at the SLO, requests/s", lambda run: f"{run['goodput_rps']:.2f}"),
-    ("requests that met the SLO", _attained),
+    ("goodput at SLO, requests/s", lambda run: f"{run['goodput_rps']:.2f}"),
+    ("met the SLO", _attained),
     ("warm-up, s", lambda run: f"{run['warmup_s']:.1f}"),
 )
 

@@ -42,7 +42,7 @@ def test_a_checkout_tells_its_commit():
 
 def test_it_starts_no_jax_backend():
     code = """
-import jax.extend.backend
+import jax
 from pdjax import provenance
 provenance.collect({})
 jax.config.update("jax_num_cpu_devices", 3)  # refused once a backend runs

@@ -46,7 +46,9 @@ def test_flags_set_the_fields_they_are_named_for():
     )
 
 
-@pytest.mark.parametrize("argument", ["--decode_tp=0", "--dtype=int8", "--rate=fast", "--slo=none", "--num_requests=0"])
+@pytest.mark.parametrize(
+    "argument", ["--decode_tp=0", "--dtype=int8", "--rate=fast", "--slo=none", "--num_requests=-1"]
+)
 def test_a_value_outside_its_range_is_refused_by_the_flag(argument):
     name = argument[2:].split("=")[0]
     with pytest.raises(absl_flags.IllegalFlagValueError, match=name):
@@ -55,7 +57,7 @@ def test_a_value_outside_its_range_is_refused_by_the_flag(argument):
 
 def test_the_default_workload_is_chat_at_two_a_second():
     made = workload()
-    assert made.note == "chat: 16 requests, poisson arrivals, 2/s"
+    assert made.note == "chat: 10 requests, poisson arrivals, 2/s"
     assert made.items[0].sampling.max_tokens == 48
     assert made.items[0].sampling.temperature == 0
 
@@ -64,7 +66,7 @@ def test_a_closed_loop_and_a_trace_set_their_own_pace(tmp_path):
     set_flags("--arrival=closed:3")
     assert workload().clients == 3
     (tmp_path / "trace.csv").write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,1,1\n7,1,1\n")
-    set_flags(f"--workload=azure:{tmp_path}/trace.csv", "--arrival=trace")
+    set_flags(f"--workload=azure:{tmp_path}/trace.csv", "--arrival=trace", "--num_requests=0")
     assert [item.arrival_s for item in workload().items] == [0.0, 7.0]
 
 
