@@ -67,7 +67,7 @@ class Engine:
 
         self._ids = itertools.count()
         self._handles: dict[int, Handle] = {}
-        self._fault: BaseException | None = None
+        self._fault: RuntimeError | None = None
         self._closing = threading.Event()
         self._drained = threading.Condition()
         self._recorder: Recorder | None = None
@@ -190,9 +190,20 @@ class Engine:
             self._recorder = None
 
     def wait_idle(self, timeout_s: float | None = None) -> bool:
-        """Waits until nothing is live: every request has ended and every page is free. False after timeout_s."""
+        """Waits until nothing is live: every request has ended and every page is free. False after timeout_s.
+
+        Raises:
+            RuntimeError: the engine broke, or was closed, and what was live will never end.
+        """
+
+        def idle() -> bool:
+            return not self._handles and not self._controller.books.live
+
         with self._drained:
-            return self._drained.wait_for(lambda: not self._handles and not self._controller.books.live, timeout_s)
+            ended = self._drained.wait_for(lambda: idle() or self._fault is not None, timeout_s)
+            if ended and not idle():
+                self._check_open()
+            return ended
 
     # --- ending -----------------------------------------------------------------------------------------------------
 
@@ -227,20 +238,24 @@ class Engine:
                     with self._drained:
                         self._drained.notify_all()
         except BaseException as error:
-            self._break(error)
+            fault = RuntimeError(f"the engine broke: {type(error).__name__}: {error}")
+            fault.__cause__ = error
+            self._break(fault)
 
-    def _break(self, error: BaseException) -> None:
+    def _break(self, fault: RuntimeError) -> None:
         if self._fault is None:
-            self._fault = error
+            self._fault = fault
         for handle in list(self._handles.values()):
             handle.fail(self._fault)
         self._handles.clear()
+        with self._drained:
+            self._drained.notify_all()
 
     def _check_open(self) -> None:
         if self._closing.is_set():
             raise RuntimeError("the engine is closed")
         if self._fault is not None:
-            raise RuntimeError(f"the engine broke: {self._fault}") from self._fault
+            raise RuntimeError(str(self._fault)) from self._fault.__cause__
 
     def _abort(self, request_id: int) -> None:
         if request_id in self._handles:

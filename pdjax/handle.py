@@ -76,9 +76,16 @@ class Handle:
 
     def __iter__(self) -> Iterator[Delta]:
         """Deltas until the end. Leaving the loop early, by Ctrl-C too, aborts the request."""
+        deltas = self._deltas()
+        next(deltas)  # a generator that has not started ends without its `finally`
+        return deltas
+
+    def _deltas(self) -> Iterator[Delta]:
+        """An empty delta at once, then those that come."""
         detokenizer = Detokenizer(self._tokenizer) if self._tokenizer else None
         taken, ended = 0, False
         try:
+            yield Delta("", ())
             while not ended:
                 with self._changed:
                     while len(self._tokens) == taken and not self._over():
@@ -100,7 +107,7 @@ class Handle:
 
         Raises:
             TimeoutError: it has not ended after timeout_s; it goes on.
-            RuntimeError: the engine broke.
+            RuntimeError: the engine broke, or was closed.
             KeyboardInterrupt: Ctrl-C; the request is aborted.
         """
         try:
@@ -142,7 +149,7 @@ class Handle:
             self._changed.notify_all()
 
     def fail(self, fault: BaseException) -> None:
-        """The engine broke: whoever waits, now or later, gets the error."""
+        """The engine broke or was closed: whoever waits, now or later, gets the error and its cause."""
         with self._changed:
             self._fault = fault
             self._changed.notify_all()
@@ -152,4 +159,4 @@ class Handle:
 
     def _raise_fault(self) -> None:
         if self._fault is not None:
-            raise RuntimeError(f"the engine broke: {self._fault}") from self._fault
+            raise RuntimeError(str(self._fault)) from self._fault.__cause__

@@ -96,8 +96,10 @@ class LocalCluster:
         self._events.put(event)
 
     def submit(self, command: Command) -> None:
-        if self._closed or self._fault is not None:
-            raise RuntimeError("the cluster is closed") from self._fault
+        if self._fault is not None:
+            raise self._cluster_fault()
+        if self._closed:
+            raise RuntimeError("the cluster is closed")
         match command:
             case Iteration():
                 self._lanes[command.instance].put(lambda lane: lane.dispatch(command))
@@ -112,23 +114,24 @@ class LocalCluster:
                 self._answer(move, TransferAborted(key))
 
     def next_event(self, timeout_s: float | None) -> Event | None:
-        """Raises ClusterFault when a thread died."""
+        """Raises ClusterFault when a thread died, once the events before that are taken."""
         try:
             event = self._events.get(timeout=timeout_s)
         except queue.Empty:
             return None
         if event is None:
-            raise ClusterFault(f"{type(self._fault).__name__}: {self._fault}") from self._fault
+            self._events.put(None)  # whoever asks again is told again
+            raise self._cluster_fault()
         return event
 
     def close(self) -> None:
         if self._closed:
             return
         self._closed = True
-        self._transport.close()
+        deadline = time.monotonic() + CLOSE_S
         for lane in self._lanes:
             lane.put(None)
-        deadline = time.monotonic() + CLOSE_S
+        self._transport.close()
         for lane in self._lanes:
             lane.join(max(0.0, deadline - time.monotonic()))
             if lane.is_alive():
@@ -138,6 +141,11 @@ class LocalCluster:
         """Called by a thread that dies: whoever waits for an event gets the error."""
         self._fault = error
         self._events.put(None)
+
+    def _cluster_fault(self) -> "ClusterFault":
+        fault = ClusterFault(f"{type(self._fault).__name__}: {self._fault}")
+        fault.__cause__ = self._fault
+        return fault
 
     # --- transfers --------------------------------------------------------------------------------------------------
 

@@ -16,6 +16,8 @@ def encode(prompt: Prompt, source: Source) -> tuple[int, ...]:
     Raises:
         ValueError: empty, not a prompt, or an id outside the vocabulary.
     """
+    if not isinstance(prompt, Sequence):
+        raise ValueError(f"prompt is {prompt!r}; allowed: a text, a list of messages, or a list of token ids")
     if len(prompt) == 0:
         raise ValueError("prompt is empty; allowed: at least one character, message or token id")
     if isinstance(prompt, str):
