@@ -33,8 +33,8 @@ def spec(model: ModelConfig, **changes) -> InstanceSpec:
     return InstanceSpec(**fields)
 
 
-def small(*, stream_layers: int = 0, first_device: int = 0, model: ModelConfig = SMALL, **changes) -> Instance:
-    """An instance of a small random model."""
+def small(*, stream_layers: int = 1, first_device: int = 0, model: ModelConfig = SMALL, **changes) -> Instance:
+    """An instance of a small random model; one layer per group, which compiles fastest."""
     limits = spec(model, **changes)
     mesh = make_mesh(model, jax.devices()[first_device : first_device + limits.devices])
     return Instance(limits, model, weights.random(model, mesh, "float32"), mesh, stream_layers=stream_layers)
@@ -45,7 +45,7 @@ def stories(**changes) -> Instance:
     found = source.resolve(str(SHARED / "stories260k-hf"))
     limits = spec(found.config, **({"max_model_len": 256} | changes))
     mesh = make_mesh(found.config, jax.devices()[: limits.devices])
-    return Instance(limits, found.config, found.load(mesh, "float32"), mesh)
+    return Instance(limits, found.config, found.load(mesh, "float32"), mesh, stream_layers=1)
 
 
 def references() -> dict[str, dict]:

@@ -51,5 +51,5 @@ def test_llama3_scaling_keeps_fast_pairs_and_stretches_slow_ones():
 
 
 def test_an_unknown_scaling_is_refused_by_name():
-    with pytest.raises(ValueError, match="rope_scaling.kind is 'yarn'; allowed: linear, llama3"):
+    with pytest.raises(ValueError, match=r"rope_scaling\.kind is 'yarn'; allowed: linear, llama3"):
         scaled(RopeScaling("yarn", 2.0))
