@@ -45,6 +45,19 @@ def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> W
     return _build(config, mesh, dtype, fill)
 
 
+def copy_to(weights: Weights, mesh: Mesh) -> Weights:
+    """The same weights on another mesh of as many devices, from device to device."""
+
+    def sharding(array: jax.Array) -> NamedSharding:
+        assert isinstance(array.sharding, NamedSharding)
+        return NamedSharding(mesh, array.sharding.spec)
+
+    def copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+        return jax.device_put(arrays, {name: sharding(array) for name, array in arrays.items()})
+
+    return Weights(copy(weights.outer), [copy(layer) for layer in weights.layers])
+
+
 def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0) -> Weights:
     """Random weights, the same for every mesh: each parameter's numbers follow from its name and the seed.
 

@@ -19,8 +19,10 @@ from pdjax.messages import InstanceSpec, Role
 from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token, kv_dtype
+from pdjax.models.params import Weights
 from pdjax.models.sharding import make_mesh, split
 from pdjax.models.source import Source
+from pdjax.models.weights import copy_to
 from pdjax.schedulers import SCHEDULERS
 from pdjax.schedulers.base import Scheduler, Traits
 
@@ -28,7 +30,6 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 
 MAX_CONTEXT = 8192  # tokens of a request unless more is asked for: 131072 tokens of KV are nobody's default
 USUAL_TOKENS = 1024  # what the default pools hold per request
-MAX_CHUNKS = 8  # prompts in one iteration of an instance that also decodes
 _log = logging.getLogger("pdjax")
 
 
@@ -64,7 +65,7 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     )  # fmt: skip
     decode = _Pool(
         Role.DECODE, config.decode_tp, config.decode_num_pages, decode_chunk if traits.decode_prefills else 0,
-        MAX_CHUNKS, config.decode_max_batch,
+        config.prefill_max_batch, config.decode_max_batch,
     )  # fmt: skip
     if not traits.colocated:
         pools = [prefill] * config.prefill_instances + [decode] * config.decode_instances
@@ -75,9 +76,7 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
                 f"decode_tp is {config.decode_tp}; allowed: a divisor of the {devices} devices of both pools, "
                 "since colocated instances use them all"
             )
-        mixed = dataclasses.replace(
-            decode, role=Role.MIXED, chunk=prefill_chunk, chunks=max(MAX_CHUNKS, config.prefill_max_batch)
-        )
+        mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
         pools = [mixed] * (devices // config.decode_tp)
     return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
 
@@ -107,11 +106,14 @@ def build(
     """Loads the weights onto every instance's mesh, compiles its programs and fits its latency model."""
     devices = devices_for(sum(spec.devices for spec in specs))
     instances, models = [], []
+    loaded: dict[int, Weights] = {}
     peers = sorted({size for spec in specs for size in wire_buckets(spec.max_chunk)})
     for spec in specs:
         mine, devices = devices[: spec.devices], devices[spec.devices :]
         mesh: Mesh = make_mesh(source.config, mine)
-        weights = source.load(mesh, config.dtype)
+        # Files are read once per tp; other replicas copy from device to device.
+        known = loaded.get(mesh.size)
+        weights = loaded[mesh.size] = source.load(mesh, config.dtype) if known is None else copy_to(known, mesh)
         instance = Instance(spec, source.config, weights, mesh, stream_layers=config.stream_layers, peer_buckets=peers)
         model = LatencyModel()
         if config.warmup:

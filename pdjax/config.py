@@ -20,7 +20,7 @@ class EngineConfig:
         prefill_tp, decode_tp: devices of one instance.
         prefill_chunk, decode_chunk: most prompt tokens in one iteration of such an instance; 0: chosen from the
             context length.
-        prefill_max_batch: most prompts in one iteration of a prefill instance.
+        prefill_max_batch: most prompts in one iteration of an instance.
         decode_max_batch: most decode rows of an instance.
         prefill_num_pages, decode_num_pages: KV pages of one instance; 0: room for `decode_max_batch` requests of
             1024 tokens (or of the context length, where that is less).
