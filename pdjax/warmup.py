@@ -21,8 +21,8 @@ if TYPE_CHECKING:
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 _COMPILERS = 2  # threads: more gain nothing, tracing holds the interpreter
-_CONTEXT = 256  # tokens before the chunk, or of a row, in the second sample of each shape
-_SHORT_S = 0.1  # passes shorter than this are timed three times, others twice
+_CONTEXT = 256  # tokens before a chunk, or of a row, in the samples that have a context
+_SHORT_S = 0.1  # passes shorter than this are timed three times, others once: padding costs what tokens cost
 
 
 def warm_up(instance: "Instance", progress: Progress | None = None) -> list[tuple[Load, float]]:
@@ -49,20 +49,22 @@ def _compile(fn: Any, args: tuple[Any, ...]) -> None:
 
 
 def _loads(instance: "Instance") -> list[Load]:
-    """Every pass shape at its full size, first with no context to speak of, then with `_CONTEXT` tokens of it."""
-    room = instance.spec.max_model_len
+    """Every pass at its full size; decode steps and the smallest and largest chunks without and with a context,
+    chunks in between without, mixed passes with one."""
+    room, chunks = instance.spec.max_model_len, instance.buckets.chunks
     loads = []
     for T, B in instance.buckets.pairs:
-        for context in (0, _CONTEXT):
+        both = not T or (not B and T in (chunks[0], chunks[-1]))
+        for context in (0, _CONTEXT) if both else (_CONTEXT,) if B else (0,):
             prior, held = min(context, room - T), min(context + 1, room)
             loads.append(Load(((T, prior),) if T else (), B, B * held, held if B else 0))
     return loads
 
 
 def _seconds(instance: "Instance", load: Load) -> float:
-    instance.rehearse(load).wait()
+    instance.rehearse(load).wait()  # the first call through jit's fast path is slower
     times: list[float] = []
-    while len(times) < (3 if max(times, default=0.0) < _SHORT_S else 2):
+    while not times or (times[0] < _SHORT_S and len(times) < 3):
         began = time.perf_counter()
         instance.rehearse(load).wait()
         times.append(time.perf_counter() - began)
