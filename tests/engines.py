@@ -4,12 +4,14 @@ Imported as `tests.engines`."""
 import contextlib
 import dataclasses
 import math
+import random
 from pathlib import Path
 from unittest import mock
 
 import pdjax
 from pdjax import build
 from pdjax.pages import PagePool
+from pdjax.schedulers import Colocated, Place
 from pdjax.transfer.device_put import DevicePut
 
 SHARED = Path(__file__).parents[2] / "shared" / "weights"
@@ -26,6 +28,7 @@ LIMITS = {
     "compilation_cache": "",
     "warmup": False,
 }
+GREEDY = pdjax.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 
 
 def engine(**changes) -> pdjax.Engine:
@@ -56,6 +59,25 @@ def poison(engine: pdjax.Engine) -> None:
     """NaN in every free page; 1e4 in a page when it is given out: rows of an earlier owner. Page 0 stays zero."""
     for lane, thread in zip(engine._controller.books.instances, engine._cluster._lanes, strict=True):
         lane.pool = _Poisoned(lane.spec, thread)
+
+
+def ids(seed, length):
+    draw = random.Random(seed)
+    return [draw.randrange(256) for _ in range(length)]
+
+
+def sampled(seed=None, **changes):
+    return pdjax.SamplingParams(**({"temperature": 1.0, "max_tokens": 12, "ignore_eos": True, "seed": seed} | changes))
+
+
+def first_token_of(handle):
+    """Waits for it without reading, since leaving a half-read stream aborts it."""
+    with handle._changed:
+        assert handle._changed.wait_for(lambda: handle._tokens, WAIT_S)
+
+
+def tokens(results):
+    return [result.token_ids for result in results]
 
 
 class Wire(DevicePut):
@@ -114,3 +136,10 @@ def _one_size(*arguments):
         )
         for spec in build.specs_of(*arguments)
     )
+
+
+class First(Colocated):
+    """Everything on instance 0: nothing is compiled twice."""
+
+    def place(self, ask, cluster):
+        return Place(0, 0, "whole", "the first")

@@ -27,7 +27,7 @@ MODES = (
 PAGES = (1, 16, 64)
 CHUNKS = (7, 64, 512)
 TP = ((1, 2), (2, 4), (4, 1))  # prefill, decode; the colocated modes have 1, 2 and 4
-FAST = {(0, 0), (1, 1), (2, 1), (3, 0), (4, 1), (5, 2), (6, 1)}  # (mode, page size)
+FAST = {(0, 0), (1, 2), (2, 1), (3, 1), (4, 1), (5, 2), (6, 0)}  # (mode, page size)
 
 
 def cover():
