@@ -102,7 +102,8 @@ def test_sampled_tokens_do_not_depend_on_chunks_or_company(alone):
 
 
 @pytest.mark.parametrize(
-    ("devices", "page_size", "chunk"), [(2, 7, 16), pytest.param(6, 16, 5, marks=pytest.mark.slow), (1, 64, 32)]
+    ("devices", "page_size", "chunk"),
+    [(2, 7, 16), *(pytest.param(*row, marks=pytest.mark.slow) for row in ((6, 16, 5), (1, 64, 32)))],
 )
 def test_kv_moved_to_another_mesh_and_page_size_continues_the_text(alone, devices, page_size, chunk):
     source = Driver(small(max_chunk=chunk), chunk=chunk)
@@ -195,7 +196,7 @@ def test_warm_up_and_rehearsals_change_no_page_and_no_slot():
     assert first is not None and dict(rows)[0] == Driver(small()).generate(SHORT, 2)[1]
 
 
-@pytest.mark.parametrize("devices", [1, 3])
+@pytest.mark.parametrize("devices", [1, pytest.param(3, marks=pytest.mark.slow)])
 def test_every_program_updates_the_pages_it_takes_in_place(devices):
     instance = small(devices=devices, max_rows=2 if devices == 1 else 1)
     seen = set()

@@ -21,13 +21,14 @@ from pdjax.request import SamplingParams
 BASE = ModelConfig(
     vocab_size=61, hidden_size=20, ffn_size=28, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=6, tied=True
 )
+BIASES = dataclasses.replace(BASE, attention_bias=True, output_bias=True, mlp_bias=True)
 KINDS = {
     "tied": BASE,
-    "untied": dataclasses.replace(BASE, tied=False),
-    "biases": dataclasses.replace(BASE, attention_bias=True, output_bias=True, mlp_bias=True),
-    "scaled": dataclasses.replace(BASE, rope_scaling=RopeScaling("llama3", 4.0, original_max_position=8)),
-    "multi_query": dataclasses.replace(BASE, num_kv_heads=1),
-    "multi_head": dataclasses.replace(BASE, num_kv_heads=4, rms_eps=1e-2),
+    "untied, biases": dataclasses.replace(BIASES, tied=False),
+    "multi-query, llama3 scaling": dataclasses.replace(
+        BASE, num_kv_heads=1, rope_scaling=RopeScaling("llama3", 4.0, original_max_position=8)
+    ),
+    "multi-head, other eps": dataclasses.replace(BASE, num_kv_heads=4, rms_eps=1e-2),
 }
 TOKENS = np.random.default_rng(3).integers(0, 61, 19).tolist()
 
@@ -94,7 +95,7 @@ def test_logits_are_those_of_the_dense_model(kind):
 
 
 def test_sharded_layers_with_biases_and_padding_give_the_dense_logits():
-    config = dataclasses.replace(KINDS["biases"], ffn_size=27)  # neither 27 nor 61 divides by 4
+    config = dataclasses.replace(BIASES, ffn_size=27)  # neither 27 nor 61 divides by 4
     np.testing.assert_allclose(paged_logits(config, "float32", devices=4), dense_logits(config), atol=2e-5)
 
 
