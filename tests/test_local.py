@@ -2,17 +2,14 @@
 time: gates and fences order the threads, and every wait has a limit."""
 
 import itertools
+import sys
 import threading
 
 import pytest
 
-from pdjax.controller import MAX_RESTARTS, Controller
-from pdjax.latency import LatencyModel
 from pdjax.local import ClusterFault
 from pdjax.messages import (
-    Abort,
     AbortTransfer,
-    Arrival,
     IterationDone,
     Role,
     Tick,
@@ -20,11 +17,9 @@ from pdjax.messages import (
     TransferDone,
     TransferFailed,
 )
-from pdjax.request import State
-from pdjax.testing import Collector, fake_next, fake_tokens, spec
+from pdjax.testing import fake_next, spec
 from pdjax.transfer.base import TransferState, Unit
 from tests.sites import LAYERS, WAIT_S, Site, move
-from tests.worlds import POLICIES, ask, crowd, policy, specs
 
 
 @pytest.fixture
@@ -42,87 +37,6 @@ def site():
 
 
 PROMPT = tuple(range(10, 20))
-
-
-def serve(site: Site, name: str, requests, abort=()) -> Collector:
-    """Runs a controller on the cluster, as the engine's thread does, until all have ended and all pages are free.
-
-    `abort`: ids that are aborted when their first token is out.
-    """
-    collected = Collector()
-    models = [LatencyModel()] * len(site.executors)
-    controller = Controller([executor.spec for executor in site.executors], policy(name), models, collected)
-    for request in requests:
-        site.cluster.post(Arrival(request))
-    told = set()
-    while len(collected.records) < len(requests) or controller.books.live:
-        for command in controller.handle(site.event(), site.cluster.now()):
-            site.cluster.submit(command)
-        for number in set(abort) & set(collected.tokens) - told:
-            told.add(number)
-            site.cluster.post(Abort(number))
-    assert [lane.free_pages for lane in controller.books.instances] == [
-        executor.spec.usable_pages for executor in site.executors
-    ]
-    return collected
-
-
-@pytest.fixture
-def served():
-    """`served(policy, requests, **)` on a fresh cluster: the records and the site."""
-    sites = []
-
-    def run(name, requests, fail_next=0, abort=(), **limits):
-        sites.append(Site(specs(name, **limits)))
-        sites[-1].wire.fail_next = fail_next
-        return serve(sites[-1], name, requests, abort), sites[-1]
-
-    yield run
-    for one in sites:
-        one.cluster.close()
-
-
-# --- tokens ---------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", POLICIES)
-def test_threads_give_the_tokens_of_the_context(served, name):
-    requests = crowd(seed=1, count=25)
-    collected, _ = served(name, requests)
-    assert {r.id: collected.records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
-
-
-@pytest.mark.parametrize("name", ["colocated", "stream", "dynamic_stream"])
-def test_scarce_pages_preempt_and_change_no_token(served, name):
-    requests = crowd(seed=2, count=25)
-    collected, _ = served(name, requests, num_pages=26)
-    assert {r.id: collected.records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
-
-
-@pytest.mark.parametrize("name", ["pull", "stream", "2p2d"])
-def test_failed_transfers_cost_restarts_and_no_token(served, name):
-    requests = crowd(seed=3, count=10)
-    collected, _ = served(name, requests, fail_next=3)
-    records = collected.records
-    assert sum(record.restarts for record in records.values()) == 3
-    assert {r.id: records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
-
-
-def test_a_wire_that_always_breaks_ends_the_request_with_the_reason(served):
-    collected, _ = served("pull", [ask(0, tokens=10)], fail_next=100)
-    record = collected.records[0]
-    assert record.state is State.FAILED and record.restarts == MAX_RESTARTS + 1
-    assert "the wire broke" in record.reason
-
-
-@pytest.mark.parametrize("name", ["pull", "stream"])
-def test_aborts_in_the_middle_leave_the_other_tokens_alone(served, name):
-    requests = crowd(seed=4, count=20)
-    collected, _ = served(name, requests, abort=range(0, 20, 3))
-    for request in requests:
-        tokens = collected.records[request.id].token_ids
-        assert tokens == fake_tokens(request)[: len(tokens)]
-        assert request.id % 3 == 0 or tokens == fake_tokens(request)
 
 
 # --- order ----------------------------------------------------------------------------------------------------------
@@ -291,45 +205,81 @@ def test_an_abort_of_what_has_ended_or_never_was_is_not_answered_again(site):
     assert s.fence() == []
 
 
-def test_an_abort_that_races_with_the_last_insert_has_exactly_one_answer(site):
-    s = site(hold=True)
+@pytest.fixture
+def restless():
+    """Threads take turns as often as they can."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+def test_an_abort_that_races_with_the_last_insert_has_exactly_one_answer(site, restless):
+    s, barrier = site(hold=True), threading.Barrier(2)
     s.cluster.submit(s.prefill(PROMPT))
     s.event()
-    barrier, turns = threading.Barrier(2), 300
-    last: list[Unit] = []
 
-    def other():
-        for _ in range(turns):
-            barrier.wait(WAIT_S)  # both go
-            s.wire.deliver(last[0])
-            barrier.wait(WAIT_S)  # both are back
+    def meet(what):
+        if what == "insert" and s.executors[1].count("insert") % LAYERS == 0:
+            barrier.wait(WAIT_S)
 
-    thread = threading.Thread(target=other)
-    thread.start()
-    seen = set()
-    for key in range(1, turns + 1):
-        s.cluster.submit(move(key, tokens=4))
+    s.executors[1].before = meet
+    for key in range(1, 401):
+        s.cluster.submit(move(key, tokens=4))  # one unit a layer
         assert s.fence() == []
-        *first, last[:] = s.wire.kept[:-1], s.wire.kept[-1:]
-        s.wire.kept = []
-        for one in first[0]:
+        for one in s.wire.kept:
             s.wire.deliver(one)
-        if key % 2:  # else the lane has work to do first
-            s.fence()
-        barrier.wait(WAIT_S)
+        s.wire.kept = []
+        barrier.wait(WAIT_S)  # the lane is at the last insert: both go
         s.cluster.submit(AbortTransfer(key))
-        barrier.wait(WAIT_S)
         (answer,) = s.fence()
-        inserted = s.executors[1].count("insert")
-        assert s.fence() == [] and s.executors[1].count("insert") == inserted
-        assert answer.key == key
         done = isinstance(answer, TransferDone)
-        assert done or isinstance(answer, TransferAborted)
+        assert answer.key == key and (done or isinstance(answer, TransferAborted))
         assert s.wire.states[key] is (TransferState.COMMITTED if done else TransferState.ABORTED)
-        seen.add(type(answer))
-    thread.join(WAIT_S)
-    assert not thread.is_alive()
-    assert TransferAborted in seen
+
+
+class Gate:
+    """Where a thread says that it has come, and waits to be let on."""
+
+    def __init__(self):
+        self.reached, self.on = threading.Event(), threading.Event()
+
+    def __call__(self):
+        self.reached.set()
+        assert self.on.wait(WAIT_S)
+
+
+def test_an_abort_cannot_come_between_the_last_insert_and_the_end(site, monkeypatch):
+    s, gate = site(), Gate()
+    finish = s.wire.finish
+    monkeypatch.setattr(s.wire, "finish", lambda key: (gate(), finish(key)))
+    s.cluster.submit(s.prefill(PROMPT))
+    s.cluster.submit(move())
+    assert gate.reached.wait(WAIT_S)
+    aborting = threading.Thread(target=s.cluster.submit, args=(AbortTransfer(1),))
+    aborting.start()
+    aborting.join(0.05)  # it has to wait; if it did not, this is long enough to see it
+    gate.on.set()
+    aborting.join(WAIT_S)
+    assert [type(event) for event in s.fence()] == [IterationDone, TransferDone]
+
+
+def test_the_end_cannot_come_in_the_middle_of_an_abort(site, monkeypatch):
+    s, inserting, aborted = site(), Gate(), Gate()
+    abort = s.wire.abort
+    monkeypatch.setattr(s.wire, "abort", lambda key: (abort(key), aborted())[0])
+    s.executors[1].before = lambda what: s.executors[1].count("insert") == LAYERS and inserting()
+    s.cluster.submit(s.prefill(PROMPT[:4]))
+    s.cluster.submit(move(tokens=4))
+    assert isinstance(s.event(), IterationDone) and inserting.reached.wait(WAIT_S)
+    aborting = threading.Thread(target=s.cluster.submit, args=(AbortTransfer(1),))
+    aborting.start()
+    assert aborted.reached.wait(WAIT_S)
+    inserting.on.set()
+    assert s.cluster.next_event(0.05) is None
+    aborted.on.set()
+    aborting.join(WAIT_S)
+    assert s.fence() == [TransferAborted(1)]
 
 
 # --- faults ---------------------------------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ PAGES = (1, 16, 64)
 CHUNKS = (7, 64, 512)
 TP = ((1, 2), (2, 4), (4, 1))  # prefill, decode; the colocated modes have 1, 2 and 4
 FAST = {(1, 0), (2, 1), (3, 1), (4, 1), (5, 2), (6, 0)}  # (mode, page size)
-WHOLE = (4, 1)
+WHOLE = (4, 1)  # compared to the end of every story
 
 
 def cover():
