@@ -8,6 +8,7 @@ import sys
 import pytest
 
 import pdjax
+from pdjax.config import DTYPES
 from tests.engines import WAIT_S, engine, settle, wire
 
 PARAMS = pdjax.SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
@@ -117,7 +118,7 @@ def refused(message, **changes):
     [
         ("model is 'llama9'; allowed: tiny, smollm2-135m", {"model": "llama9"}),
         ("model is 'llama2-7b', a preset of shapes without weights; allowed: tiny", {"model": "llama2-7b"}),
-        ("dtype is 'int8'; allowed: float32, bfloat16", {"dtype": "int8"}),
+        (f"dtype is 'int8'; allowed: {', '.join(DTYPES)}", {"dtype": "int8"}),
         ("scheduler is 'fifo'; allowed: colocated", {"scheduler": "fifo"}),
         ("transfer is 'fax'; allowed: device_put", {"transfer": "fax"}),
         ("prefill_tp is 3; allowed: a divisor of the 8 query heads", {"prefill_tp": 3}),
