@@ -4,10 +4,11 @@
 
 import dataclasses
 
-# Every padded token costs what a real one costs, so the steps are small where prompts are short.
-_CHUNKS = (16, 32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
+# Every padded token costs what a real one costs, so the steps are small where prompts are short; but every size is
+# several programs, and compiling them is most of an instance's start.
+_CHUNKS = (32, 64, 128, 192, 256, 384, 512, 768, 1024, 1536, 2048, 3072, 4096, 6144, 8192)
 _MIXED_FROM = 64  # smaller chunks ride in a pass of this size: decode rows cost more than the padding
-_MIXED_SIZES = 4
+_MIXED_SIZES = 3
 _SLICE = 256  # tokens
 
 
@@ -32,9 +33,17 @@ def wire_buckets(max_chunk: int, streams: bool = True) -> tuple[int, ...]:
     return sizes if streams else tuple(size for size in sizes if size <= max(_SLICE, sizes[0]))
 
 
+def slice_sizes(chunks: tuple[int, ...], padded: int) -> tuple[int, ...]:
+    """Sizes that one prompt of a packed pass of `padded` tokens is cut out at: all of it, or about half."""
+    return (*[size for size in chunks if size <= padded // 2][-1:], padded)
+
+
 def layer_groups(num_layers: int, stream_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Layer numbers of each group: groups of `stream_layers`, or of about 6; the last may be smaller."""
-    size = stream_layers or next((n for n in (6, 5, 4) if num_layers % n == 0), 6)
+    """Layer numbers of each group: groups of `stream_layers`, or of about 3; the last may be smaller.
+
+    A dispatch costs nothing that could be measured beside a group of even one layer; larger groups compile longer.
+    """
+    size = stream_layers or next((n for n in (3, 4, 2, 5) if num_layers % n == 0), 3)
     return tuple(tuple(range(at, min(at + size, num_layers))) for at in range(0, num_layers, size))
 
 
@@ -47,12 +56,14 @@ class Buckets:
 
     @property
     def mixed(self) -> tuple[int, ...]:
-        """Chunk sizes that decode rows may ride with."""
+        """Chunk sizes that decode rows may ride with: the largest, and each about half of the one above."""
         if not self.rows or not self.chunks:
             return ()
-        large = [size for size in self.chunks if size >= _MIXED_FROM] or [self.chunks[-1]]
-        step = -(-len(large) // _MIXED_SIZES)
-        return tuple(large[::-1][::step][::-1])  # the largest is always among them
+        sizes = [self.chunks[-1]]
+        for size in self.chunks[::-1]:
+            if _MIXED_FROM <= size <= sizes[-1] // 2 and len(sizes) < _MIXED_SIZES:
+                sizes.append(size)
+        return tuple(sizes[::-1])
 
     @property
     def pairs(self) -> tuple[tuple[int, int], ...]:

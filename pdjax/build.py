@@ -100,6 +100,13 @@ def devices_for(count: int) -> list[jax.Device]:
     return devices[:count]
 
 
+def dtype_of(config: EngineConfig) -> str:
+    """The dtype of the weights on the devices at hand."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+
+
 def build(
     config: EngineConfig, source: Source, specs: Sequence[InstanceSpec], progress: Progress | None
 ) -> tuple[list[Instance], list[LatencyModel]]:
@@ -107,14 +114,22 @@ def build(
     devices = devices_for(sum(spec.devices for spec in specs))
     instances, models = [], []
     loaded: dict[int, Weights] = {}
-    peers = sorted({size for spec in specs for size in wire_buckets(spec.max_chunk)})
+    sizes = {size for spec in specs for size in wire_buckets(spec.max_chunk, config.stream_layers > 0)}
     for spec in specs:
         mine, devices = devices[: spec.devices], devices[spec.devices :]
         mesh: Mesh = make_mesh(source.config, mine)
         # Files are read once per tp; other replicas copy from device to device.
         known = loaded.get(mesh.size)
-        weights = loaded[mesh.size] = source.load(mesh, config.dtype) if known is None else copy_to(known, mesh)
-        instance = Instance(spec, source.config, weights, mesh, stream_layers=config.stream_layers, peer_buckets=peers)
+        weights = loaded[mesh.size] = source.load(mesh, dtype_of(config)) if known is None else copy_to(known, mesh)
+        instance = Instance(
+            spec,
+            source.config,
+            weights,
+            mesh,
+            stream_layers=config.stream_layers,
+            peer_buckets=sorted(sizes),
+            exchanges=any(spec.role is not Role.MIXED for spec in specs),
+        )
         model = LatencyModel()
         if config.warmup:
             label = f"{spec.role.value} instance {spec.index}"
@@ -161,7 +176,7 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max
         num_pages=pages,
         max_model_len=max_len,
         # What the KV of a token takes on the devices at hand is known when they are; specs describe CPU or GPU alike.
-        kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype(config.dtype, jax.devices()[:1])),
+        kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype(dtype_of(config), jax.devices()[:1])),
         chunk_buckets=chunk_buckets(pool.chunk),
         row_buckets=row_buckets(pool.rows),
     )

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any
 
-DTYPES = ("float32", "bfloat16")
+DTYPES = ("auto", "float32", "bfloat16")
 TRANSFERS = ("device_put",)
 
 
@@ -13,7 +13,8 @@ class EngineConfig:
 
     Attributes:
         model: preset name, Hugging Face folder, GGUF file or orbax folder.
-        dtype: of the weights: "float32" or "bfloat16". KV is float32 on CPU, else the dtype of the weights.
+        dtype: of the weights: "float32", "bfloat16", or "auto", which is float32 on CPU (many have no bfloat16
+            arithmetic) and bfloat16 elsewhere. KV is float32 on CPU, else the dtype of the weights.
         scheduler: "colocated", "colocated_chunked", "disaggregated", "dynamic", or an object with the methods of
             `pdjax.schedulers.Scheduler`.
         prefill_instances, decode_instances: how many of each.
@@ -35,7 +36,7 @@ class EngineConfig:
     """
 
     model: str = "smollm2-135m"
-    dtype: str = "bfloat16"
+    dtype: str = "auto"
     scheduler: Any = "disaggregated"
     prefill_instances: int = 1
     decode_instances: int = 1
@@ -50,7 +51,7 @@ class EngineConfig:
     page_size: int = 64
     max_model_len: int = 0
     transfer: str = "device_put"
-    stream_layers: int = 0
+    stream_layers: int = 3
     transfer_timeout_s: float = 60.0
     seed: int = 0
     warmup: bool = True

@@ -111,8 +111,8 @@ class Controller:
 
     def next_deadline(self) -> float | None:
         """When `handle` wants a Tick at the latest."""
-        times = (self.books.next_deadline(), self._stalled_s and self._stalled_s + STALL_S)
-        return min((time for time in times if time is not None), default=None)
+        given_up = None if self._stalled_s is None else self._stalled_s + STALL_S
+        return min((time for time in (self.books.next_deadline(), given_up) if time is not None), default=None)
 
     def fail_all(self, error: str) -> None:
         """Ends every live request: the cluster is gone and will report nothing more."""

@@ -111,7 +111,8 @@ def _grow(books: Books, lane: Lane) -> bool:
 
 
 def _chunks(books: Books, scheduler: Scheduler, lane: Lane, wanted: Sequence[tuple[Ask, int]]) -> tuple[Chunk, ...]:
-    chunks = []
+    chunks: list[Chunk] = []
+    left = lane.spec.max_chunk
     for ask, tokens in wanted:
         live = books.live[ask.id]
         if live.place is None or live.state not in (State.WAITING, State.PREFILLING):
@@ -119,6 +120,9 @@ def _chunks(books: Books, scheduler: Scheduler, lane: Lane, wanted: Sequence[tup
         start, end = live.prefilled, live.prefilled + tokens
         if not start < end <= live.context_tokens:
             raise ValueError(f"{type(scheduler).__name__}.iterate: {tokens} tokens of request {live.id}")
+        left -= tokens
+        if left < 0 or len(chunks) == lane.spec.max_chunks:
+            raise ValueError(f"{type(scheduler).__name__}.iterate: more than instance {lane.spec.index} takes at once")
         if start == 0 and not books.start(lane, live):
             break
         chunks.append(

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.latency import Load
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, StartTransfer
-from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, wire_buckets
+from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, slice_sizes, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import WIRE_SPEC, LayerKV, kv_dtype, make_pool
 from pdjax.models.params import Weights
@@ -61,8 +61,9 @@ class Instance:
     Args:
         spec: its limits; empty bucket fields are chosen by `pdjax.models.buckets`.
         weights: placed on `mesh` with the specs of `pdjax.models.params`.
-        stream_layers: layers per group, the unit of streaming; 0: nothing streams, groups of about 6.
+        stream_layers: layers per group, the unit of streaming; 0: nothing streams, groups of about 3.
         peer_buckets: padded token counts of the units that peers may send (`pdjax.models.buckets.wire_buckets`).
+        exchanges: False for an instance that never sends or takes KV: nothing is compiled for it.
     """
 
     def __init__(
@@ -74,14 +75,16 @@ class Instance:
         *,
         stream_layers: int = 0,
         peer_buckets: Sequence[int] = (),
+        exchanges: bool = True,
     ):
         self.spec, self.config, self.mesh = spec, config, mesh
         self.buckets = Buckets(
             spec.chunk_buckets or chunk_buckets(spec.max_chunk), spec.row_buckets or row_buckets(spec.max_rows)
         )
-        self.streams = stream_layers > 0
-        self._insert_sizes = tuple(sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets}))
-        self._extract_sizes = wire_buckets(spec.max_chunk, streams=False)
+        self.streams = stream_layers > 0 and exchanges
+        sizes = sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets})
+        self._insert_sizes = tuple(sizes) if exchanges and spec.max_rows else ()
+        self._extract_sizes = wire_buckets(spec.max_chunk, streams=False) if exchanges else ()
         self.kv_sharding = NamedSharding(mesh, WIRE_SPEC)
         self._outer = outer_leaves(config, weights, mesh.size)
         self._groups: list[tuple[tuple[int, ...], Columns]] = [
@@ -129,7 +132,7 @@ class Instance:
             if not name.startswith("insert"):
                 jax.block_until_ready(fn(*args))
         for layers, _ in self._group_sizes():
-            for T in self._insert_sizes if self.spec.max_rows else ():
+            for T in self._insert_sizes:
                 self.insert(self._blank_unit(layers, T), ())
 
     def warmup(self, progress: Progress | None = None) -> list[tuple[Load, float]]:
@@ -187,7 +190,7 @@ class Instance:
             x, picked, caches, fresh = programs.group(columns, self._caches(layers), x, step)
             self._keep(layers, caches)
             for at, chunk in streamed:
-                emit(self._fresh_unit(chunk, at, layers, T, fresh))
+                emit(self._fresh_unit(chunk, at, layers, T, fresh, packed=len(chunks) > 1))
         firsts = tuple((chunk.request, i) for i, chunk in enumerate(chunks) if chunk.last)
         if not B and not firsts:
             return Pending(None, (), (), 0)
@@ -221,7 +224,7 @@ class Instance:
         P = self.spec.page_size
         for layers, _ in self._group_sizes():
             caches, g = self._caches(layers), len(layers)
-            for T in self._insert_sizes if self.spec.max_rows else ():
+            for T in self._insert_sizes:
                 vector = pack_insert(P, T, 0, 0, ())
                 yield (
                     f"insert {g}x{T}",
@@ -233,9 +236,8 @@ class Instance:
                 yield f"extract {g}x{T}", extract_program(self.mesh, T), (caches, pages, np.int32(0))
             for T in self.buckets.chunks if self.streams else ():
                 fresh = self._blank_unit(layers, T).kv
-                for size in self.buckets.chunks:
-                    if size <= T:
-                        yield f"slice {g}x{T}:{size}", slice_program(self.mesh, size), (fresh, np.int32(0))
+                for size in slice_sizes(self.buckets.chunks, T) if self.spec.max_chunks > 1 else ():
+                    yield f"slice {g}x{T}:{size}", slice_program(self.mesh, size), (fresh, np.int32(0))
 
     def _group_sizes(self) -> list[tuple[tuple[int, ...], Columns]]:
         """One group of every size: programs are the same for groups of equal size."""
@@ -260,10 +262,10 @@ class Instance:
         for layer, cache in zip(layers, caches, strict=True):
             self._pool[layer] = cache
 
-    def _fresh_unit(self, chunk: Chunk, at: int, layers: tuple[int, ...], T: int, fresh: Any) -> Unit:
+    def _fresh_unit(self, chunk: Chunk, at: int, layers: tuple[int, ...], T: int, fresh: Any, *, packed: bool) -> Unit:
         n = len(chunk.tokens)
-        size = min(T, next(bucket for bucket in self.buckets.chunks if bucket >= n))
-        if at or size < T:
+        if packed:
+            size = next(size for size in slice_sizes(self.buckets.chunks, T) if size >= n)
             fresh = slice_program(self.mesh, size)(fresh, np.int32(at))
         assert chunk.stream is not None
         return self._unit(chunk.stream, layers, chunk.start, n, fresh)
