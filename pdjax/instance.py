@@ -91,7 +91,8 @@ class Instance:
             (layers, columns_of(config, weights, mesh.size, layers))
             for layers in layer_groups(config.num_layers, stream_layers)
         ]
-        self._dtype = kv_dtype(weights.layers[0]["wq"].dtype, mesh.devices.flat)
+        self._weights_dtype = weights.layers[0]["wq"].dtype
+        self._dtype = kv_dtype(self._weights_dtype, mesh.devices.flat)
         self._pool = make_pool(config, mesh, spec.num_pages, spec.page_size, self._dtype)
         self._last = jax.device_put(np.zeros(spec.max_rows + 1, np.int32), NamedSharding(mesh, PartitionSpec()))
         self._rows = _Rows(spec.max_rows, spec.pages_for(spec.max_model_len))
@@ -125,6 +126,18 @@ class Instance:
         """Dispatches a pass of this load that changes no page and no slot: warm-up and measurements use it."""
         chunks, rows = self._rehearsal(load)
         return self._pass(chunks, rows, lambda unit: None, dry=True)
+
+    def program_of(self, load: Load) -> tuple[Any, ...]:
+        """Identifies the compiled pass that serves a load: equal for instances that share it."""
+        return self._programs(*self._shape_of(load))[1], self._weights_dtype
+
+    def kind_of(self, load: Load) -> tuple[Any, ...]:
+        """Equal for instances on which the load takes equal time: other meshes and pools of the same kind."""
+        kind = self.mesh.size, self.mesh.devices.flat[0].device_kind, self._weights_dtype
+        return self.config, self._shape_of(load), self.spec.page_size, *kind
+
+    def _shape_of(self, load: Load) -> tuple[int, int]:
+        return self.buckets.program_for(sum(tokens for tokens, _ in load.chunks), load.rows)
 
     def rehearse_transfers(self) -> None:
         """Calls every program of `insert`, `extract` and streaming once, with no token to write, and waits."""
