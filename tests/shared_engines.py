@@ -15,7 +15,7 @@ def colocated():
 
 @pytest.fixture(scope="session")
 def pulled():
-    with engine() as made:
+    with engine(stream_layers=0) as made:
         yield made
 
 

@@ -70,12 +70,17 @@ def places():
     return shardings()
 
 
+def threads() -> set[threading.Thread]:
+    return {thread for thread in threading.enumerate() if thread.name.startswith("transfer-")}
+
+
 @pytest.fixture
 def transport(places):
+    before = threads()  # engines of other tests may be alive
     made = DevicePut(places)
     yield made
     made.close()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")]
+    assert threads() <= before
 
 
 def test_units_of_a_transfer_arrive_in_order_on_the_destination(transport, places):
@@ -347,6 +352,7 @@ def test_a_sharding_of_another_kind_is_refused_at_construction(places):
 
 def test_close_drops_what_is_on_its_way_and_is_idempotent(places):
     transport = DevicePut(places)
+    before = threads()
     receiver = Receiver().start(transport, key=1)
     made = unit(places, 1)
     pending = Pending(made.kv)
@@ -360,7 +366,7 @@ def test_close_drops_what_is_on_its_way_and_is_idempotent(places):
     closer.join(WAIT_S)
     transport.close()
     assert receiver.units.qsize() <= 1 and receiver.errors.empty()
-    assert not [thread.name for thread in threading.enumerate() if thread.name.startswith("transfer-")]
+    assert threads() <= before
     transport.send(unit(places, 1))
     with pytest.raises(RuntimeError, match="closed"):
         receiver.start(transport, key=2)
