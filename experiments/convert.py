@@ -8,15 +8,22 @@ import json
 from pathlib import Path
 
 import jax
+from absl import flags as absl_flags
 
 from pdjax.experiments import flags, launcher
 from pdjax.models import source
 from pdjax.models.checkpoints import orbax
 from pdjax.models.sharding import make_mesh
 
+for _name in ("model", "out", "dtype"):
+    absl_flags.declare_key_flag(_name)  # --help shows these
+
 
 def convert(model: str, out: Path, dtype: str) -> None:
     """Writes `model` to the folder `out`. Needs host memory for the whole model once.
+
+    Args:
+        dtype: "auto" is float32, which loses nothing; it can be loaded as either.
 
     Raises:
         ValueError: `model` cannot be loaded, or `out` has something in it.
@@ -25,7 +32,7 @@ def convert(model: str, out: Path, dtype: str) -> None:
         raise ValueError(f"out is {str(out)!r}, which is not empty; allowed: a new or empty folder")
     found = source.resolve(model)
     # One device: nothing is padded, so the folder fits every mesh.
-    values = found.load(make_mesh(found.config, jax.devices("cpu")[:1]), dtype)
+    values = found.load(make_mesh(found.config, jax.devices("cpu")[:1]), "float32" if dtype == "auto" else dtype)
     out.mkdir(parents=True, exist_ok=True)
     tokenizer = found.tokenizer_or_none
     if tokenizer is not None:

@@ -27,6 +27,7 @@ from pdjax.workload import Workload
 
 COMPARED = ("colocated", "disaggregated", "dynamic")
 
+absl_flags.adopt_module_key_flags(flags)  # --help shows them
 absl_flags.set_default(flags.SCHEDULER, "all")
 absl_flags.set_default(flags.OUT, "out")
 

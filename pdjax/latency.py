@@ -62,10 +62,11 @@ class LatencyModel:
 def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:
     """The five features of a load on an instance with these buckets."""
     tokens = sum(size for size, _ in load.chunks)
+    rows = spec.row_buckets[-1:] if load.chunks else spec.row_buckets  # beside a chunk there is one size only
     return (
         float(bucket(spec.chunk_buckets, tokens)),
         float(sum(size * (prior + size / 2) for size, prior in load.chunks)),
-        float(bucket(spec.row_buckets, load.rows)),
+        float(bucket(rows, load.rows)),
         float(load.context_tokens),
         float(load.rows * load.max_context),
     )

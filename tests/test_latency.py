@@ -38,7 +38,8 @@ def loads(count, seed=0):
 
 def test_features_are_those_of_padded_programs():
     load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, max_context=50)
-    assert features(SPEC, load) == (32, 10 * 5 + 7 * 103.5, 4, 90, 150)
+    assert features(SPEC, load) == (32, 10 * 5 + 7 * 103.5, 8, 90, 150)  # rows beside a chunk: the largest size
+    assert features(SPEC, Load((), 3, 90, 50)) == (0, 0, 4, 90, 150)
     assert features(EXACT, load) == (17, 10 * 5 + 7 * 103.5, 3, 90, 150)
 
 
