@@ -1,6 +1,7 @@
 """Runs a launcher's `main(argv)`: flags are parsed, and a user's mistake ends as one line; called by every launcher.
 
-Exit status: 0 after `main`; 2 for a bad flag or a ValueError, with one line on stderr; 1 and a traceback otherwise.
+Exit status: 0 after `main`; 2 for a bad flag or a ValueError and 130 for Ctrl-C, with one line on stderr; 1 and a
+traceback otherwise.
 """
 
 import sys
@@ -32,6 +33,9 @@ def _guarded(main: Callable[[list[str]], Any], argv: list[str]) -> None:
         main(argv)
     except ValueError as error:
         _stop(error)
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        sys.exit(130)  # as a shell reports a program that Ctrl-C ended
 
 
 def _stop(error: object) -> NoReturn:

@@ -8,6 +8,7 @@ import dataclasses
 import logging
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
@@ -15,7 +16,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import pdjax
-from pdjax import build, metrics, provenance, report
+from pdjax import build, metrics, prompts, provenance, replay, report
 from pdjax.config import EngineConfig
 from pdjax.experiments import flags, launcher, table
 from pdjax.experiments.answers import Answers
@@ -45,10 +46,12 @@ def build_workload(configs: Sequence[EngineConfig]) -> Workload:
     """The requests of the flags, for engines of these configurations, which are checked first."""
     limits = []
     for config in configs:
-        model = source.resolve(config.model, max_len=config.max_model_len).config
-        specs = build.specs_of(config, model, traits_of(build.scheduler_of(config)))
+        found = source.resolve(config.model, max_len=config.max_model_len)
+        specs = build.specs_of(config, found.config, traits_of(build.scheduler_of(config)))
         limits += [spec.max_model_len for spec in specs]
-    workload = flags.build_workload(vocab_size=model.vocab_size, max_model_len=min(limits))
+    limit = min(limits)
+    workload = flags.build_workload(vocab_size=found.config.vocab_size, max_model_len=limit)
+    replay.check(workload, lambda prompt, params: prompts.check_length(prompts.encode(prompt, found), params, limit))
     if flags.WARMUP_REQUESTS.value >= len(workload.items):
         raise ValueError(f"warmup_requests is {flags.WARMUP_REQUESTS.value}; allowed: fewer than {len(workload.items)}")
     return workload
@@ -74,10 +77,12 @@ def serve(
         console.print(f"[bold]{name}[/bold]")
         with _engine(config, console, make_engine or pdjax.Engine) as engine:
             reports[name] = _play(engine, workload, console, answers=not entries).without(warmup_requests)
+            console.print(_outcome(reports), highlight=False)
             entries.append(
                 {
                     "scheduler": name,
                     "model": config.model,
+                    "dtype": build.dtype_of(config),
                     **reports[name].summary(targets=targets),
                     "warmup_s": engine.warmup_s,
                     "compile_s": engine.compile_s,
@@ -85,6 +90,17 @@ def serve(
                 }
             )
     return entries, reports
+
+
+def _outcome(reports: Mapping[str, Report]) -> str:
+    """One line on the last of the runs."""
+    names = list(reports)
+    first, last = reports[names[0]], reports[names[-1]]
+    line = f"{len(last.records)} requests in {last.duration_s:.1f} s"
+    if first is last:
+        return line
+    same = sum(a.token_ids == b.token_ids for a, b in zip(first.records, last.records, strict=True))
+    return f"{line}; {same} of {len(last.records)} answers equal those of {names[0]}"
 
 
 def _engine(config: EngineConfig, console: Console, make: Callable[..., Any]) -> Any:
@@ -109,6 +125,11 @@ def main(argv: list[str]) -> None:
     one = next(iter(configs.values()))
     devices = build.devices_for(one.prefill_instances * one.prefill_tp + one.decode_instances * one.decode_tp)
     workload = build_workload(tuple(configs.values()))
+    if folder := flags.OUT.value:
+        try:
+            Path(folder).mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ValueError(f"out is {folder!r}, which is no folder to write to: {error.strerror}") from None
     console = Console()
     console.print(workload.note, highlight=False, soft_wrap=True)
     entries, reports = serve(
@@ -121,8 +142,10 @@ def main(argv: list[str]) -> None:
     limits = dataclasses.asdict(flags.build_slo())
     words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
     console.print(table.comparison(entries))
-    console.print(f"SLO of a request: {words}. Longest gap: between two tokens of one answer.", soft_wrap=True)
-    if folder := flags.OUT.value:
+    console.print(f"SLO of a request: {words}. Longest gap: between two tokens of one answer.", highlight=False)
+    if devices[0].platform == "cpu":
+        console.print("The devices of a CPU share its cores: this shows behaviour, not what separate hardware gains.")
+    if folder:
         origin = provenance.collect(flags.given(), devices=devices)
         report.write(folder, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
         console.print(f"{folder}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)

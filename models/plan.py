@@ -77,7 +77,8 @@ class Step(NamedTuple):
 
 def sampling_words(params: SamplingParams) -> np.ndarray:
     """The device's view of sampling options, [SAMPLING_WORDS] int32; a seed counts modulo 2**64."""
-    floats = np.array([params.temperature, params.top_p], np.float32).view(np.int32)
+    # Above 1e6 all tokens are alike anyway, and in the end float32 overflows.
+    floats = np.array([min(params.temperature, 1e6), params.top_p], np.float32).view(np.int32)
     seed = np.array([(params.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)  # low word, high word
     top_k = min(params.top_k, 2**31 - 1)
     return np.array([floats[0], top_k, floats[1], seed[1], seed[0]], np.int32)

@@ -56,7 +56,9 @@ def cut(logits: jax.Array, options: jax.Array) -> tuple[jax.Array, jax.Array]:
     kth = _largest_bound(order, jnp.ones_like(scaled), top_k.astype(jnp.float32))
     mass = jnp.where(order >= kth[:, None], jnp.exp(scaled), 0.0)
     # A target above every sum gives the lowest bound: top_k alone decides.
-    nucleus = _largest_bound(order, mass, jnp.where(top_p < 1, top_p * mass.sum(axis=-1), jnp.inf))
+    # A target of 0 (top_p below float32) would keep nothing, not even the most likely token.
+    target = jnp.maximum(top_p * mass.sum(axis=-1), jnp.finfo(jnp.float32).tiny)
+    nucleus = _largest_bound(order, mass, jnp.where(top_p < 1, target, jnp.inf))
     return scaled, order >= jnp.maximum(kth, nucleus)[:, None]
 
 

@@ -44,6 +44,8 @@ def scheduler_of(config: EngineConfig) -> Scheduler:
         if named not in SCHEDULERS:
             raise ValueError(f"scheduler is {named!r}; allowed: {names}, or a Scheduler")
         return SCHEDULERS[named](1 if config.stream_layers else None)
+    if isinstance(named, type):
+        raise ValueError(f"scheduler is the class {named.__name__}; allowed: an object of it, {names}")
     for method in ("place", "hand_off", "iterate"):
         if not callable(getattr(named, method, None)):
             raise ValueError(f"scheduler is {named!r}, without {method}(); allowed: {names}, or a Scheduler")

@@ -5,6 +5,7 @@ from typing import Any
 
 DTYPES = ("auto", "float32", "bfloat16")
 TRANSFERS = ("device_put",)
+MAX_TIMEOUT_S = 1e6  # more than that no lock can wait for everywhere
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -58,6 +59,8 @@ class EngineConfig:
     compilation_cache: str = "~/.cache/pdjax/xla"
 
     def __post_init__(self) -> None:
+        if not isinstance(self.model, str):
+            raise ValueError(f"model is {self.model!r}; allowed: a preset name or a path, as text")
         for name, allowed in (("dtype", DTYPES), ("transfer", TRANSFERS)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
@@ -81,9 +84,11 @@ class EngineConfig:
             "seed",
         ):
             _at_least(self, name, 0)
+        if self.max_model_len == 1:
+            raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
         timeout = self.transfer_timeout_s
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not timeout > 0:
-            raise ValueError(f"transfer_timeout_s is {self.transfer_timeout_s!r}; allowed: seconds > 0")
+        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= MAX_TIMEOUT_S:
+            raise ValueError(f"transfer_timeout_s is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")
 
 
 def _at_least(config: EngineConfig, name: str, low: int) -> None:

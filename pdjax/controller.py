@@ -223,10 +223,13 @@ class Controller:
         freed = lane.lose()
         for live in list(self.books.live.values()):
             place = live.place
-            if live.holds or live.state.terminal or place is None or index not in (place.prefill, live.decode_on):
+            if live.holds or live.state.terminal or place is None:
+                continue
+            # Also those that have nothing there yet, but are bound to it.
+            if index not in (place.prefill, place.decode if live.decode_on is None else live.decode_on):
                 continue
             if live.state is State.WAITING:
-                lane.dequeue(live)
+                self.books.instances[place.prefill].dequeue(live)
                 live.place = None
                 self.books.enqueue(live)
             else:

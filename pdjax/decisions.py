@@ -43,6 +43,10 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
         target = live.place.decode
         if target is None:
             target = scheduler.hand_off(live, books)
+            if target is not None and (target == live.place.prefill or not _living(books, target)):
+                raise ValueError(
+                    f"{type(scheduler).__name__}.hand_off is {target!r}; allowed: another living instance, or None"
+                )
         if target is None or not books.instances[target].room_for(live):
             waiting.append(live)
         else:
@@ -70,12 +74,20 @@ def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
 
 
 def _check(books: Books, scheduler: Scheduler, place: Place) -> None:
-    policy = type(scheduler).__name__
+    policy = f"{type(scheduler).__name__}.place"
+    if not isinstance(place, Place):
+        raise ValueError(f"{policy} is {place!r}; allowed: Place, Wait or Reject")
     for index in (place.prefill,) if place.decode is None else (place.prefill, place.decode):
-        if not 0 <= index < len(books.instances) or not books.instances[index].alive:
-            raise ValueError(f"{policy}.place named instance {index}, which is not there")
+        if not _living(books, index):
+            raise ValueError(f"{policy} named instance {index!r}, which is not there")
+    if place.mode not in ("stream", "whole"):
+        raise ValueError(f"{policy}: mode is {place.mode!r}; allowed: 'stream', 'whole'")
     if place.mode == "stream" and place.decode is None:
-        raise ValueError(f"{policy}.place: mode is 'stream' without a decode instance; allowed: 'whole'")
+        raise ValueError(f"{policy}: mode is 'stream' without a decode instance; allowed: 'whole'")
+
+
+def _living(books: Books, index: object) -> bool:
+    return isinstance(index, int) and 0 <= index < len(books.instances) and books.instances[index].alive
 
 
 def _iterate(books: Books, scheduler: Scheduler, lane: Lane) -> bool:
@@ -114,9 +126,11 @@ def _chunks(books: Books, scheduler: Scheduler, lane: Lane, wanted: Sequence[tup
     chunks: list[Chunk] = []
     left = lane.spec.max_chunk
     for ask, tokens in wanted:
-        live = books.live[ask.id]
-        if live.place is None or live.state not in (State.WAITING, State.PREFILLING):
+        live = books.live.get(ask.id)
+        if live is not None and (live.place is None or live.state not in (State.WAITING, State.PREFILLING)):
             continue  # preempted a moment ago, to let a row grow
+        if live is None or live.place is None or live.place.prefill != lane.spec.index:
+            raise ValueError(f"{type(scheduler).__name__}.iterate: request {ask.id} is not in the queue it was shown")
         start, end = live.prefilled, live.prefilled + tokens
         if not start < end <= live.context_tokens:
             raise ValueError(f"{type(scheduler).__name__}.iterate: {tokens} tokens of request {live.id}")

@@ -113,6 +113,8 @@ class Engine:
             RuntimeError: the engine is closed, or broke (with the cause).
         """
         sampling = sampling or SamplingParams()
+        if slo is not None and not isinstance(slo, SLO):
+            raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, or None")
         ids = self.check(prompt, sampling)
         self._check_open()
         number = next(self._ids)
@@ -170,8 +172,10 @@ class Engine:
 
     def check(self, prompt: Prompt, sampling: SamplingParams | None = None) -> tuple[int, ...]:
         """The prompt's token ids; ValueError if `submit` would refuse the request."""
+        sampling = SamplingParams() if sampling is None else sampling
+        if not isinstance(sampling, SamplingParams):
+            raise ValueError(f"sampling is {sampling!r}; allowed: a pdjax.SamplingParams, or None")
         ids = encode(prompt, self._source)
-        sampling = sampling or SamplingParams()
         check_length(ids, sampling, self.specs[0].max_model_len)
         check_stop_ids(sampling, self._source.config.vocab_size)
         return ids

@@ -112,7 +112,7 @@ class Handle:
         """
         try:
             with self._changed:
-                if not self._changed.wait_for(self._over, timeout_s):
+                if not self._changed.wait_for(self._over, _bounded(timeout_s)):
                     raise TimeoutError(f"request {self.request.id} has not ended after {timeout_s} s")
                 self._raise_fault()
                 record = self._record
@@ -146,12 +146,14 @@ class Handle:
     def finish(self, record: RequestRecord) -> None:
         with self._changed:
             self._record = record
+            self._abort = _nothing  # a kept handle does not keep its engine
             self._changed.notify_all()
 
     def fail(self, fault: BaseException) -> None:
         """The engine broke or was closed: whoever waits, now or later, gets the error and its cause."""
         with self._changed:
             self._fault = fault
+            self._abort = _nothing
             self._changed.notify_all()
 
     def _over(self) -> bool:
@@ -160,3 +162,12 @@ class Handle:
     def _raise_fault(self) -> None:
         if self._fault is not None:
             raise RuntimeError(str(self._fault)) from self._fault.__cause__
+
+
+def _bounded(timeout_s: float | None) -> float | None:
+    """What a lock can wait for; longer is for ever."""
+    return None if timeout_s is None else min(timeout_s, threading.TIMEOUT_MAX)
+
+
+def _nothing(request_id: int) -> None:
+    """There is nothing left to abort."""

@@ -136,6 +136,8 @@ class LocalCluster:
             lane.join(max(0.0, deadline - time.monotonic()))
             if lane.is_alive():
                 _log.warning("%s still waits for its device and was left behind", lane.name)
+        # Whoever still holds a closed engine holds no weights and no pages.
+        self._lanes = [lane for lane in self._lanes if lane.is_alive()]
 
     def fault(self, error: BaseException) -> None:
         """Called by a thread that dies: whoever waits for an event gets the error."""

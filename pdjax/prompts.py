@@ -16,12 +16,12 @@ def encode(prompt: Prompt, source: Source) -> tuple[int, ...]:
     Raises:
         ValueError: empty, not a prompt, or an id outside the vocabulary.
     """
-    if not isinstance(prompt, Sequence):
+    if not isinstance(prompt, Sequence) or isinstance(prompt, bytes | bytearray | memoryview):
         raise ValueError(f"prompt is {prompt!r}; allowed: a text, a list of messages, or a list of token ids")
     if len(prompt) == 0:
         raise ValueError("prompt is empty; allowed: at least one character, message or token id")
     if isinstance(prompt, str):
-        ids = source.tokenizer().encode(prompt)
+        ids = _tokenize(prompt, source)
     elif isinstance(prompt[0], dict):
         ids = _chat(prompt, source)
     else:
@@ -53,11 +53,19 @@ def _chat(messages: Any, source: Source) -> list[int]:
     tokenizer = source.tokenizer()
     eos = tokenizer.text_of(tokenizer.eos_ids[0] if tokenizer.eos_ids else None)
     text = chat.render(source.chat_template, messages, bos=tokenizer.text_of(tokenizer.bos_id), eos=eos)
-    return tokenizer.encode(text)
+    return _tokenize(text, source)
+
+
+def _tokenize(text: str, source: Source) -> list[int]:
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(f"prompt is no text: {error}; allowed: Unicode without lone surrogates") from None
+    return source.tokenizer().encode(text)
 
 
 def check_stop_ids(sampling: SamplingParams, vocab_size: int) -> None:
     """ValueError for a stop id that the model can never generate."""
     for token in sampling.stop_token_ids:
-        if not isinstance(token, int) or not 0 <= token < vocab_size:
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
             raise ValueError(f"stop_token_ids has {token!r}; allowed: token ids 0..{vocab_size - 1}")

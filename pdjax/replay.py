@@ -7,8 +7,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from pdjax.handle import Handle
+from pdjax.prompts import Prompt
 from pdjax.record import IterationRecord, TransferRecord
 from pdjax.report import Report
+from pdjax.request import SamplingParams
 from pdjax.workload import Item, Workload
 
 if TYPE_CHECKING:
@@ -21,6 +23,15 @@ class Recorder:
 
     iterations: list[IterationRecord] = dataclasses.field(default_factory=list)
     transfers: list[TransferRecord] = dataclasses.field(default_factory=list)
+
+
+def check(workload: Workload, accept: Callable[[Prompt, SamplingParams], object]) -> None:
+    """ValueError, with the number of the item, if `accept` refuses one."""
+    for index, item in enumerate(workload.items):
+        try:
+            accept(item.prompt, item.sampling)
+        except ValueError as error:
+            raise ValueError(f"workload item {index}: {error}") from None
 
 
 def replay(
@@ -43,11 +54,7 @@ def replay(
         RuntimeError: the engine broke.
     """
     items = workload.items
-    for index, item in enumerate(items):
-        try:
-            engine.check(item.prompt, item.sampling)
-        except ValueError as error:
-            raise ValueError(f"workload item {index}: {error}") from None
+    check(workload, engine.check)
     run = _Run(engine, len(items), on_text, progress)
     started = time.perf_counter()
     if workload.clients is None:

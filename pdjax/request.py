@@ -7,6 +7,7 @@ module reads and none changes. The state machine is a table; `advance` refuses w
 import dataclasses
 import enum
 import math
+from collections.abc import Iterable
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,6 +45,10 @@ class SamplingParams:
             raise ValueError(f"temperature is {self.temperature!r}; allowed: a finite number >= 0")
         if not _number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p!r}; allowed: a number in (0, 1]")
+        if not isinstance(self.ignore_eos, bool):
+            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True, False")
+        if not isinstance(self.stop_token_ids, Iterable):
+            raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; allowed: a sequence of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
 
 
@@ -135,7 +140,13 @@ def advance(old: State, new: State) -> State:
 
 
 def _number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and not math.isnan(value)
+    """A number that a float can hold."""
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    try:
+        return not math.isnan(value)
+    except OverflowError:
+        return False
 
 
 def _whole(name: str, value: object, low: int) -> None:

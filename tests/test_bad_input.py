@@ -43,6 +43,9 @@ BAD_PROMPTS = [
     ([-1], "prompt[0] is -1; allowed: token ids 0..511"),
     ([1, "a"], "prompt[1] is 'a'; allowed: token ids 0..511"),
     ([1.0], "prompt[0] is 1.0; allowed: token ids 0..511"),
+    (b"hello", "prompt is b'hello'; allowed: a text, a list of messages, or a list of token ids"),
+    ("a\ud800b", "allowed: Unicode without lone surrogates"),
+    ([{"role": "user", "content": "\udc00"}], "allowed: Unicode without lone surrogates"),
     ([True], "prompt[0] is True; allowed: token ids 0..511"),
     ([{"role": "user"}], "messages[0]['content'] is None; allowed: a text"),
     ([{"role": "user", "content": "hi"}, "hi"], "messages[1] is 'hi'; allowed:"),
@@ -50,6 +53,18 @@ BAD_PROMPTS = [
     ("x" * 5000, "tokens; allowed: fewer than max_model_len = 256"),
     ([1] * 249, "max_tokens is 8; allowed: at most 7 after 249 prompt tokens (max_model_len = 256)"),
 ]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"slo": 500}, "slo is 500; allowed: a pdjax.SLO, or None"),
+        ({"sampling": {"temperature": 0}}, "sampling is {'temperature': 0}; allowed: a pdjax.SamplingParams, or None"),
+    ],
+)
+def test_options_of_another_type_are_refused_at_the_door(served, other, options, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        served.submit(PROMPT, **options)
 
 
 @pytest.mark.parametrize(("prompt", "message"), BAD_PROMPTS, ids=[message[:40] for _, message in BAD_PROMPTS])

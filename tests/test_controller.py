@@ -15,7 +15,7 @@ from pdjax.messages import (
     TransferFailed,
 )
 from pdjax.request import State
-from pdjax.schedulers import Colocated, Disaggregated, Place, Wait
+from pdjax.schedulers import Colocated, Disaggregated, Place, Plan, Wait
 from pdjax.testing import World, fake_tokens, spec
 from tests.worlds import POLICIES, ask, crowd, policy, specs
 
@@ -313,6 +313,17 @@ def test_a_lost_instance_costs_time_but_no_answer(lost):
     assert not w.controller.books.live
 
 
+@pytest.mark.parametrize("stream_from", [1, None])
+def test_requests_bound_to_a_lost_instance_that_held_nothing_there_go_elsewhere(stream_from):
+    w = World([spec(0, Role.PREFILL), spec(1, Role.DECODE), spec(2, Role.DECODE)], Disaggregated(stream_from))
+    requests = [ask(i, prompt=40) for i in range(8)] + [ask(8, at_s=1.0)]
+    w.add(*requests)
+    w.cluster.lose(2, "power", at_s=0.002)
+    while w.step():
+        pass
+    assert {r.id: w.collected.records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
+
+
 def test_the_loss_of_the_last_instance_fails_what_is_live():
     w = World([spec(0, Role.MIXED)], Colocated())
     w.add(ask(0, tokens=30))
@@ -350,6 +361,29 @@ def test_a_policy_that_names_no_instance_is_told_so():
     w = World([spec(0, Role.MIXED)], Lost())
     w.add(ask(0))
     with pytest.raises(ValueError, match=r"Lost\.place named instance 7"):
+        w.run()
+
+
+@pytest.mark.parametrize("target", [0, -1, 7, "1"])
+def test_a_hand_off_to_no_other_instance_is_told_so(target):
+    class Odd(Disaggregated):
+        def hand_off(self, ask, cluster):
+            return target
+
+    w = World(specs("pull"), Odd())
+    w.add(ask(0))
+    with pytest.raises(ValueError, match=r"Odd\.hand_off is .*; allowed: another living instance, or None"):
+        w.run()
+
+
+def test_a_plan_with_a_request_of_another_queue_is_told_so():
+    class Thief(Disaggregated):
+        def iterate(self, instance, cluster):
+            return Plan(tuple((one, 1) for one in cluster.instances[0].prefills))
+
+    w = World(specs("2p2d"), Thief())
+    w.add(ask(0, prompt=9), ask(1, prompt=9))
+    with pytest.raises(ValueError, match=r"Thief\.iterate: request \d is not in the queue it was shown"):
         w.run()
 
 

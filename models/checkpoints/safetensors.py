@@ -105,14 +105,19 @@ def _header(path: Path) -> dict[str, _Tensor]:
             raise ValueError(f"{path}: not a safetensors file, or truncated in its header{pointer_text(path)}")
         try:
             entries = json.loads(f.read(length))
-        except ValueError:
+        except (ValueError, RecursionError):
             raise ValueError(f"{path}: not a safetensors file: its header is not JSON") from None
+    if not isinstance(entries, dict):
+        raise ValueError(f"{path}: not a safetensors file: its header is no JSON object")
     tensors = {}
     for name, entry in entries.items():
         if name == "__metadata__":
             continue
         try:
             kind, shape, (start, stop) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+            numbers = (*shape, start, stop)
+            if not isinstance(kind, str) or not all(isinstance(n, int) and n >= 0 for n in numbers):
+                raise ValueError(numbers)
         except (KeyError, TypeError, ValueError):
             raise ValueError(f"{path}: tensor {name!r} has a broken header entry") from None
         if kind not in _DTYPES:

@@ -95,7 +95,7 @@ def test_seed_and_position_both_change_the_draw():
 
 
 @pytest.mark.parametrize("temperature", [1e-5, 1e9])
-@pytest.mark.parametrize("top_p", [1e-9, 1.0])
+@pytest.mark.parametrize("top_p", [1e-300, 1e-38, 1e-9, 1.0])
 def test_extreme_values_give_a_possible_token(temperature, top_p):
     params = SamplingParams(temperature=temperature, top_p=top_p, seed=1)
     logits = np.full((2, V), -np.inf, np.float32)
@@ -110,3 +110,9 @@ def test_what_only_sampling_needs_is_in_a_branch_of_its_own():
     names = {equation.primitive.name for equation in program.eqns}
     assert "cond" in names
     assert not {"while", "scan", "exp", "random_bits", "random_wrap"} & names
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 1e-38, 1e-300])
+def test_a_vanishing_top_p_keeps_the_most_likely_token(top_p):
+    got = np.asarray(kept(LOGITS, options(*[SamplingParams(top_p=top_p)] * 6)))
+    assert [list(np.flatnonzero(row)) for row in got] == [[int(row.argmax())] for row in np.asarray(LOGITS)]
