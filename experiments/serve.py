@@ -51,9 +51,9 @@ def build_workload(configs: Sequence[EngineConfig]) -> Workload:
         limits += [spec.max_model_len for spec in specs]
     limit = min(limits)
     workload = flags.build_workload(vocab_size=found.config.vocab_size, max_model_len=limit)
-    replay.check(workload, lambda prompt, params: prompts.check_length(prompts.encode(prompt, found), params, limit))
     if flags.WARMUP_REQUESTS.value >= len(workload.items):
         raise ValueError(f"warmup_requests is {flags.WARMUP_REQUESTS.value}; allowed: fewer than {len(workload.items)}")
+    replay.check(workload, lambda prompt, params: prompts.check_length(prompts.encode(prompt, found), params, limit))
     return workload
 
 
