@@ -44,9 +44,9 @@ def schedulers(value: str) -> tuple[str, ...]:
 
 def build_workload(configs: Sequence[EngineConfig]) -> Workload:
     """The requests of the flags, for engines of these configurations, which are checked first."""
+    found = source.resolve(configs[0].model, max_len=configs[0].max_model_len)  # they differ in the policy only
     limits = []
     for config in configs:
-        found = source.resolve(config.model, max_len=config.max_model_len)
         specs = build.specs_of(config, found.config, traits_of(build.scheduler_of(config)))
         limits += [spec.max_model_len for spec in specs]
     limit = min(limits)
@@ -123,7 +123,7 @@ def main(argv: list[str]) -> None:
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     configs = {name: flags.build_config(scheduler=name) for name in schedulers(flags.SCHEDULER.value)}
     one = next(iter(configs.values()))
-    devices = build.devices_for(one.prefill_instances * one.prefill_tp + one.decode_instances * one.decode_tp)
+    devices = build.devices_for(one.devices)
     workload = build_workload(tuple(configs.values()))
     if folder := flags.OUT.value:
         try:

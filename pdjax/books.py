@@ -7,6 +7,7 @@ The controller changes it as events come, the decisions as the policy decides; p
 import bisect
 from collections import deque
 from collections.abc import Sequence
+from typing import Literal
 
 from pdjax.lane import Lane
 from pdjax.latency import LatencyModel
@@ -80,7 +81,7 @@ class Books:
             self.transfer(live, live.place.decode, "stream")
         return True
 
-    def transfer(self, live: Live, target: int, mode: str) -> None:
+    def transfer(self, live: Live, target: int, mode: Literal["stream", "whole"]) -> None:
         assert live.place is not None
         self._key += 1
         live.transfer, live.decode_on = self._key, target
@@ -96,9 +97,20 @@ class Books:
                 src_pages=self.instances[live.place.prefill].pool.pages(live.id),
                 dst_pages=self.instances[target].pool.pages(live.id),
                 tokens=live.context_tokens,
-                mode="stream" if mode == "stream" else "whole",
+                mode=mode,
             )
         )
+
+    def ended(self, key: int) -> tuple[Live, bool]:
+        """An open transfer is over: its request, and whether that still wanted it (otherwise it only waited for this
+        to give its pages back)."""
+        live = self.transfers.pop(key)
+        live.transfer = None
+        if not live.holds:
+            return live, True
+        live.holds -= 1
+        self.freed([live])
+        return live, False
 
     def next_deadline(self) -> float | None:
         """When the oldest open transfer is to be given up."""

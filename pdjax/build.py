@@ -61,25 +61,20 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     max_len = _max_model_len(config, model)
     prefill_chunk = min(config.prefill_chunk or 256, max_len)
     decode_chunk = min(config.decode_chunk or max(prefill_chunk // 2, 1), max_len)
-    prefill = _Pool(
-        Role.PREFILL, config.prefill_tp, config.prefill_num_pages, prefill_chunk, config.prefill_max_batch,
-        config.decode_max_batch if traits.prefill_decodes else 0,
-    )  # fmt: skip
-    decode = _Pool(
-        Role.DECODE, config.decode_tp, config.decode_num_pages, decode_chunk if traits.decode_prefills else 0,
-        config.prefill_max_batch, config.decode_max_batch,
-    )  # fmt: skip
+    prefill_rows = config.decode_max_batch if traits.prefill_decodes else 0
+    prefill = _Pool(Role.PREFILL, config.prefill_tp, config.prefill_num_pages, prefill_chunk, prefill_rows)
+    chunk = decode_chunk if traits.decode_prefills else 0
+    decode = _Pool(Role.DECODE, config.decode_tp, config.decode_num_pages, chunk, config.decode_max_batch)
     if not traits.colocated:
         pools = [prefill] * config.prefill_instances + [decode] * config.decode_instances
     else:
-        devices = config.prefill_instances * config.prefill_tp + config.decode_instances * config.decode_tp
-        if devices % config.decode_tp:
+        if config.devices % config.decode_tp:
             raise ValueError(
-                f"decode_tp is {config.decode_tp}; allowed: a divisor of the {devices} devices of both pools, "
+                f"decode_tp is {config.decode_tp}; allowed: a divisor of the {config.devices} devices of both pools, "
                 "since colocated instances use them all"
             )
         mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
-        pools = [mixed] * (devices // config.decode_tp)
+        pools = [mixed] * (config.devices // config.decode_tp)
     return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
 
 
@@ -138,7 +133,7 @@ def build(
         if config.warmup:
             label = f"{spec.role.value} instance {spec.index}"
             samples = instance.warmup(_labelled(progress, label))
-            model = fit(spec, samples, model)
+            model = fit(spec, samples)
             _log.info("%s is warm: %s", label, model)
         instances.append(instance)
         models.append(model)
@@ -151,7 +146,6 @@ class _Pool:
     tp: int
     num_pages: int
     chunk: int
-    chunks: int
     rows: int
 
 
@@ -162,7 +156,7 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max
         raise ValueError(f"{'decode' if pool.role is not Role.PREFILL else 'prefill'}_{error}") from None
     one = -(-max_len // config.page_size)
     usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
-    pages = pool.num_pages or 1 + max(one, usual * max(pool.rows, 2 * pool.chunks if not pool.rows else 0))
+    pages = pool.num_pages or 1 + max(one, usual * (pool.rows or 2 * config.prefill_max_batch))
     if pages - 1 < one:
         side = "prefill" if pool.role is Role.PREFILL else "decode"
         raise ValueError(
@@ -175,7 +169,7 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max
         devices=pool.tp,
         max_rows=pool.rows,
         max_chunk=pool.chunk,
-        max_chunks=pool.chunks,
+        max_chunks=config.prefill_max_batch,
         page_size=config.page_size,
         num_pages=pages,
         max_model_len=max_len,

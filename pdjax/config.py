@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any
 
+from pdjax.checks import check_whole, is_number
+
 DTYPES = ("auto", "float32", "bfloat16")
 TRANSFERS = ("device_put",)
 MAX_TIMEOUT_S = 1e6  # more than that no lock can wait for everywhere
@@ -73,7 +75,7 @@ class EngineConfig:
             "decode_max_batch",
             "page_size",
         ):
-            _at_least(self, name, 1)
+            check_whole(name, getattr(self, name), 1)
         for name in (
             "prefill_chunk",
             "decode_chunk",
@@ -83,15 +85,14 @@ class EngineConfig:
             "stream_layers",
             "seed",
         ):
-            _at_least(self, name, 0)
+            check_whole(name, getattr(self, name), 0)
         if self.max_model_len == 1:
             raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
         timeout = self.transfer_timeout_s
-        if not isinstance(timeout, int | float) or isinstance(timeout, bool) or not 0 < timeout <= MAX_TIMEOUT_S:
+        if not is_number(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
             raise ValueError(f"transfer_timeout_s is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")
 
-
-def _at_least(config: EngineConfig, name: str, low: int) -> None:
-    value = getattr(config, name)
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} is {value!r}; allowed: a whole number >= {low}")
+    @property
+    def devices(self) -> int:
+        """Of both pools together; colocated instances use as many."""
+        return self.prefill_instances * self.prefill_tp + self.decode_instances * self.decode_tp

@@ -184,21 +184,20 @@ class Controller:
             self.books.hold(live)
 
     def _transfer_done(self, event: TransferDone) -> None:
-        live = self.books.transfers.pop(event.key)
-        live.transfer = None
+        live = self.books.transfers[event.key]
+        assert live.place is not None and live.decode_on is not None
         self._sink.transfer(
             TransferRecord(
                 request_id=live.name,
-                src=live.place.prefill if live.place else -1,
-                dst=live.decode_on if live.decode_on is not None else -1,
+                src=live.place.prefill,
+                dst=live.decode_on,
                 nbytes=event.nbytes,
                 started_s=event.started_s,
                 finished_s=event.finished_s,
             )
         )
-        if live.holds:
-            live.holds -= 1
-            self.books.freed([live])
+        _, wanted = self.books.ended(event.key)
+        if not wanted:
             return
         live.arrived = True
         timeline = live.timeline
@@ -210,12 +209,8 @@ class Controller:
             self.books.join(live)
 
     def _transfer_ended(self, key: int, error: str) -> None:
-        live = self.books.transfers.pop(key)
-        live.transfer = None
-        if live.holds:
-            live.holds -= 1
-            self.books.freed([live])
-        else:
+        live, wanted = self.books.ended(key)
+        if wanted:
             self._restart(live, f"transfer {key}: {error}")
 
     def _instance_lost(self, index: int, error: str) -> None:

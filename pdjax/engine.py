@@ -54,7 +54,7 @@ class Engine:
         self.config = config
         self._scheduler = scheduler_of(config)
         self._source = resolve(config.model, max_len=config.max_model_len)
-        devices_for(_device_count(config))
+        devices_for(config.devices)
         self.specs: tuple[InstanceSpec, ...] = specs_of(config, self._source.config, traits_of(self._scheduler))
         if config.compilation_cache:
             _use_cache(config.compilation_cache)
@@ -112,11 +112,20 @@ class Engine:
             ValueError: the prompt or its length is impossible; nothing else is disturbed.
             RuntimeError: the engine is closed, or broke (with the cause).
         """
-        sampling = sampling or SamplingParams()
         if slo is not None and not isinstance(slo, SLO):
             raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, or None")
-        ids = self.check(prompt, sampling)
+        return self._ask(self.check(prompt, sampling), sampling, slo, user_id)
+
+    def _ask(
+        self,
+        ids: tuple[int, ...],
+        sampling: SamplingParams | None,
+        slo: SLO | None = None,
+        user_id: str | None = None,
+    ) -> Handle:
+        """Starts a request that `check` has let through."""
         self._check_open()
+        sampling = sampling or SamplingParams()
         number = next(self._ids)
         if sampling.seed is None:
             sampling = _seeded(sampling, self.config.seed, number)
@@ -154,12 +163,13 @@ class Engine:
         each = [sampling] * len(asked) if sampling is None or isinstance(sampling, SamplingParams) else list(sampling)
         if len(each) != len(asked):
             raise ValueError(f"sampling has {len(each)} entries; allowed: one, or one for each of {len(asked)} prompts")
+        encoded = []
         for index, (prompt, params) in enumerate(zip(asked, each, strict=True)):
             try:
-                self.check(prompt, params)
+                encoded.append(self.check(prompt, params))
             except ValueError as error:
                 raise ValueError(f"prompts[{index}]: {error}") from None
-        handles = [self.submit(prompt, params) for prompt, params in zip(asked, each, strict=True)]
+        handles = [self._ask(ids, params) for ids, params in zip(encoded, each, strict=True)]
         try:
             return [handle.result() for handle in handles]
         finally:
@@ -280,10 +290,6 @@ class Engine:
     def transfer(self, record: TransferRecord) -> None:
         if self._recorder is not None:
             self._recorder.transfers.append(record)
-
-
-def _device_count(config: EngineConfig) -> int:
-    return config.prefill_instances * config.prefill_tp + config.decode_instances * config.decode_tp
 
 
 def _seeded(sampling: SamplingParams, engine_seed: int, number: int) -> SamplingParams:

@@ -80,7 +80,7 @@ class Lane:
 
     def room_for(self, ask: Ask) -> bool:
         needed = self.spec.pages_for(ask.context_tokens + 1)
-        return self.alive and not self.starved and bool(self._slots) and self.pool.free >= needed
+        return self.alive and not self.starved and self.has_slot and self.pool.free >= needed
 
     # --- the queue --------------------------------------------------------------------------------------------------
 

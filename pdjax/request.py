@@ -9,6 +9,8 @@ import enum
 import math
 from collections.abc import Iterable
 
+from pdjax.checks import check_whole, is_number
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class SamplingParams:
@@ -37,13 +39,13 @@ class SamplingParams:
     ignore_eos: bool = False
 
     def __post_init__(self) -> None:
-        _whole("max_tokens", self.max_tokens, 1)
-        _whole("top_k", self.top_k, 0)
+        check_whole("max_tokens", self.max_tokens, 1)
+        check_whole("top_k", self.top_k, 0)
         if self.seed is not None:
-            _whole("seed", self.seed, 0)
-        if not _number(self.temperature) or self.temperature < 0 or math.isinf(self.temperature):
+            check_whole("seed", self.seed, 0)
+        if not is_number(self.temperature) or self.temperature < 0 or math.isinf(self.temperature):
             raise ValueError(f"temperature is {self.temperature!r}; allowed: a finite number >= 0")
-        if not _number(self.top_p) or not 0 < self.top_p <= 1:
+        if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p!r}; allowed: a number in (0, 1]")
         if not isinstance(self.ignore_eos, bool):
             raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True, False")
@@ -64,7 +66,7 @@ class SLO:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and (not _number(value) or value <= 0):
+            if value is not None and (not is_number(value) or value <= 0):
                 raise ValueError(f"{field.name} is {value!r}; allowed: a number of milliseconds > 0, or None")
 
 
@@ -137,18 +139,3 @@ def advance(old: State, new: State) -> State:
     if new not in TRANSITIONS[old]:
         raise RuntimeError(f"illegal request transition {old.value} -> {new.value}")
     return new
-
-
-def _number(value: object) -> bool:
-    """A number that a float can hold."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    try:
-        return not math.isnan(value)
-    except OverflowError:
-        return False
-
-
-def _whole(name: str, value: object, low: int) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or value < low:
-        raise ValueError(f"{name} is {value!r}; allowed: a whole number >= {low}")
