@@ -17,7 +17,7 @@ from pdjax.messages import Chunk
 from pdjax.models.attention import QUERY_BLOCK, PageWrites, QueryBlocks, Rows
 from pdjax.request import SamplingParams
 
-SAMPLING_WORDS = 5  # temperature bits, top_k, top_p bits, seed high, seed low
+SAMPLING_WORDS = 6  # temperature bits, top_k, top_p bits, seed high, seed low, logprobs wanted
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -81,7 +81,7 @@ def sampling_words(params: SamplingParams) -> np.ndarray:
     floats = np.array([min(params.temperature, 1e6), params.top_p], np.float32).view(np.int32)
     seed = np.array([(params.seed or 0) & (2**64 - 1)], np.uint64).view(np.int32)  # low word, high word
     top_k = min(params.top_k, 2**31 - 1)
-    return np.array([floats[0], top_k, floats[1], seed[1], seed[0]], np.int32)
+    return np.array([floats[0], top_k, floats[1], seed[1], seed[0], params.logprobs], np.int32)
 
 
 def table_of(pages: Sequence[int], width: int) -> np.ndarray:

@@ -43,8 +43,9 @@ class PassPrograms:
         embed: (outer leaves, last [slots], vector) -> (x [T + B, D], Step, HeadRows)
         group: (columns, caches donated, x, step) -> (x, picked [R, D], caches, fresh [g, 2, T, K, H] or None);
             columns hold, for every parameter of a layer, that leaf of each layer of the group (`columns_of`)
-        head: (outer leaves, last donated, picked, head rows) -> (tokens [R] int32, last). Every group picks the R
-            rows, though only the last one's count, so that one head serves all passes of equal R.
+        head: (outer leaves, last donated, picked, head rows) -> ([2, R] int32: tokens, bits of their log
+            probabilities; last). Every group picks the R rows, though only the last one's count, so that one head
+            serves all passes of equal R.
     """
 
     embed: Callable[[Leaves, jax.Array, Any], tuple[jax.Array, Step, HeadRows]]
@@ -102,8 +103,10 @@ def _head_program(config: ModelConfig, mesh: Mesh) -> Any:
 
     def head(leaves: Leaves, last: jax.Array, picked: jax.Array, rows: HeadRows) -> tuple[jax.Array, jax.Array]:
         model: Outer = merge(outer, leaves)
-        tokens = sample(model.logits(picked), rows.sampling, rows.position, config.vocab_size, mesh.size)
-        return tokens, last.at[rows.slot].set(tokens, mode="drop")
+        logits = model.logits(picked)
+        tokens, scores = sample(logits, rows.sampling, rows.position, config.vocab_size, mesh.size)
+        result = jnp.stack([tokens, lax.bitcast_convert_type(scores, jnp.int32)])
+        return result, last.at[rows.slot].set(tokens, mode="drop")
 
     R = _EVERYWHERE
     return _compiled(head, mesh, (tuple(table[name].spec for name in outer[2]), R, R, R), R, donate=1)

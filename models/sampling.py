@@ -1,4 +1,4 @@
-"""Picks the next token on the device. Enters: logits and each row's options. Leaves: token ids.
+"""Picks the next token on the device. Enters: logits and each row's options. Leaves: token ids and log probabilities.
 
 Called by the head program. A row's token depends on its logits, its options and (seed, position) only: the noise is
 drawn from a key made of these two, so batch, placement and restarts never change it. There is no sort: the k-th value
@@ -14,12 +14,14 @@ from pdjax.models.sharding import TP
 GREEDY_BELOW = 1e-5  # temperatures under this are greedy
 
 
-def sample(logits: jax.Array, options: jax.Array, position: jax.Array, vocab_size: int, tp: int) -> jax.Array:
-    """The next token of each row, [R] int32.
+def sample(
+    logits: jax.Array, options: jax.Array, position: jax.Array, vocab_size: int, tp: int
+) -> tuple[jax.Array, jax.Array]:
+    """(the next token of each row [R] int32, its log probability [R] float32 where the row wants it, else 0).
 
     Args:
         logits: [V / tp, R] float32, this shard's; -inf for ids that only pad the vocabulary.
-        options: [R, 5] int32: temperature bits, top_k (0: all), top_p bits, seed high, seed low.
+        options: [R, 6] int32: temperature bits, top_k (0: all), top_p bits, seed high, seed low, logprobs wanted.
         position: [R] int32, of the new token.
     """
     temperature = lax.bitcast_convert_type(options[:, 0], jnp.float32)
@@ -31,7 +33,22 @@ def sample(logits: jax.Array, options: jax.Array, position: jax.Array, vocab_siz
         tokens = draw_tokens(whole[:vocab_size].T, options, position)
         return jnp.where(sampled, tokens, greedy)
 
-    return lax.cond(jnp.any(sampled), draw, lambda: greedy)
+    tokens = lax.cond(jnp.any(sampled), draw, lambda: greedy)
+    wanted = options[:, 5] != 0
+    scores = lax.cond(jnp.any(wanted), lambda: _log_softmax(logits, tokens, tp), lambda: jnp.zeros(tokens.shape))
+    return tokens, jnp.where(wanted, scores, 0.0)
+
+
+def _log_softmax(logits: jax.Array, tokens: jax.Array, tp: int) -> jax.Array:
+    """The log probability of each row's token under its whole distribution, [R] float32."""
+    peak = logits.max(axis=0)
+    peak = lax.pmax(peak, TP) if tp > 1 else peak
+    first = lax.axis_index(TP) * logits.shape[0] if tp > 1 else 0
+    ids = lax.broadcasted_iota(jnp.int32, logits.shape, 0) + first
+    mass = jnp.exp(logits - peak[None]).sum(axis=0)
+    chosen = jnp.where(ids == tokens[None], logits, 0.0).sum(axis=0)
+    mass, chosen = lax.psum((mass, chosen), TP) if tp > 1 else (mass, chosen)
+    return chosen - peak - jnp.log(mass)
 
 
 def draw_tokens(logits: jax.Array, options: jax.Array, position: jax.Array) -> jax.Array:

@@ -5,6 +5,7 @@ The controller changes it as events come, the decisions as the policy decides; p
 """
 
 import bisect
+import heapq
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -13,7 +14,7 @@ from pdjax.lane import Lane
 from pdjax.latency import LatencyModel
 from pdjax.live import Live
 from pdjax.messages import AbortTransfer, Command, InstanceSpec, Role, StartTransfer
-from pdjax.request import State
+from pdjax.request import Request, State
 
 
 class Books:
@@ -41,6 +42,7 @@ class Books:
         self.commands: list[Command] = []
         self.transfers: dict[int, Live] = {}
         self._deadlines: deque[tuple[float, int]] = deque()
+        self._expiries: list[tuple[float, int]] = []  # a heap of (deadline, request)
         self._timeout = transfer_timeout_s
         self._key = 0
 
@@ -50,6 +52,27 @@ class Books:
         return bool(self.live) and not self.transfers and not any(lane.in_flight for lane in self.instances)
 
     # --- in ---------------------------------------------------------------------------------------------------------
+
+    def admit(self, request: Request) -> Live:
+        live = self.live[request.id] = Live.of(request)
+        if request.deadline_s is not None:
+            heapq.heappush(self._expiries, (request.deadline_s, request.id))
+        self.enqueue(live)
+        return live
+
+    @property
+    def waiting(self) -> int:
+        """Requests without a first pass."""
+        return len(self.queue) + sum(not live.prefilled for lane in self.instances for live in lane.prefills)
+
+    def expired(self) -> list[Live]:
+        """Requests whose deadline has passed and that have not ended; each is told once."""
+        out = []
+        while self._expiries and self._expiries[0][0] <= self.now:
+            live = self.live.get(heapq.heappop(self._expiries)[1])
+            if live is not None and not live.state.terminal:
+                out.append(live)
+        return out
 
     def enqueue(self, live: Live) -> None:
         bisect.insort(self.queue, live, key=lambda other: other.order)
@@ -113,10 +136,12 @@ class Books:
         return live, False
 
     def next_deadline(self) -> float | None:
-        """When the oldest open transfer is to be given up."""
+        """When the oldest open transfer, or the next request with a deadline, is to be given up."""
         while self._deadlines and self._deadlines[0][1] not in self.transfers:
             self._deadlines.popleft()
-        return self._deadlines[0][0] if self._deadlines else None
+        while self._expiries and self._expiries[0][1] not in self.live:
+            heapq.heappop(self._expiries)
+        return min((queue[0][0] for queue in (self._deadlines, self._expiries) if queue), default=None)
 
     def overdue(self) -> list[tuple[int, Live]]:
         """Transfers past their deadline that nobody has given up yet; each is told once."""

@@ -25,6 +25,8 @@ from pdjax.models.source import Source
 from pdjax.models.weights import copy_to
 from pdjax.schedulers import SCHEDULERS
 from pdjax.schedulers.base import Scheduler, Traits
+from pdjax.transfer.base import Transport
+from pdjax.transfer.device_put import DevicePut
 
 Progress = Callable[[int, int, str], None]  # done, total, what
 
@@ -138,6 +140,11 @@ def build(
         instances.append(instance)
         models.append(model)
     return instances, models
+
+
+def transport_of(config: EngineConfig, instances: Sequence[Instance]) -> Transport:
+    """What moves KV between these instances."""
+    return DevicePut([instance.kv_shardings for instance in instances])
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -17,6 +17,7 @@ and no transfer can touch them; then the request ends, or is WAITING again with 
 object drives real meshes and a simulation, and the same events give the same commands.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -48,7 +49,10 @@ MAX_RESTARTS = 3  # lost transfers or instances before a request is given up
 class Sink(Protocol):
     """Where results go. Called from the controller's thread; must not block."""
 
-    def token(self, request: Request, token: int, time_s: float) -> None: ...
+    def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
+        """Takes a token; True if the answer's text ends with it (`SamplingParams.stop`)."""
+        ...
+
     def done(self, request: Request, record: RequestRecord) -> None: ...
     def iteration(self, record: IterationRecord) -> None: ...
     def transfer(self, record: TransferRecord) -> None: ...
@@ -63,6 +67,7 @@ class Controller:
         latency: one model per instance.
         sink: takes tokens and records.
         transfer_timeout_s: a transfer older than this is aborted and its request starts over.
+        max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
     """
 
     def __init__(
@@ -72,10 +77,12 @@ class Controller:
         latency: Sequence[LatencyModel],
         sink: Sink,
         transfer_timeout_s: float = 60.0,
+        max_queue: int = 0,
     ) -> None:
         self.books = Books(specs, latency, transfer_timeout_s)
         self._scheduler = scheduler
         self._sink = sink
+        self._max_queue = max_queue
         self._stalled_s: float | None = None  # since when requests are live and nothing is under way
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -101,6 +108,9 @@ class Controller:
                 self._instance_lost(instance, error)
             case Tick():
                 pass
+        for live in books.expired():
+            live.note = "its deadline passed"
+            self._end(live, State.ABORTED, "deadline")
         for key, live in books.overdue():
             self._restart(live, f"transfer {key}: TimeoutError: no answer in time")
         for live, reason in decide(books, self._scheduler):
@@ -124,8 +134,11 @@ class Controller:
         self.books.live.clear()
 
     def _arrive(self, request: Request) -> None:
-        live = self.books.live[request.id] = Live.of(request)
-        self.books.enqueue(live)
+        waiting = self.books.waiting if self._max_queue else 0
+        live = self.books.admit(request)
+        if waiting >= self._max_queue > 0:
+            live.note = f"max_queue: {waiting} requests are waiting already"
+            self._end(live, State.REJECTED, "rejected")
 
     def _abort(self, request_id: int) -> None:
         live = self.books.live.get(request_id)
@@ -146,14 +159,15 @@ class Controller:
                 timeline.prefill_start_s = event.started_s
             if chunk.last:
                 timeline.prefill_end_s = event.finished_s
-        for request_id, token in event.firsts:
-            self._first_token(self.books.live[request_id], token)
-        for slot, token in event.rows:
+        scores = iter(event.logprobs or itertools.repeat(0.0))
+        for (request_id, token), score in zip(event.firsts, scores, strict=False):
+            self._first_token(self.books.live[request_id], token, score)
+        for (slot, token), score in zip(event.rows, scores, strict=False):
             live = rows[slot]
             if live.state is State.DECODING:  # otherwise it ended a step ago, and this token is the extra one
                 if live.timeline.decode_start_s is None:
                     live.timeline.decode_start_s = event.started_s
-                self._emit(live, token)
+                self._emit(live, token, score)
         self._sink.iteration(
             IterationRecord(
                 instance=event.instance,
@@ -168,11 +182,11 @@ class Controller:
         )
         self.books.freed(lane.passed(event.number))
 
-    def _first_token(self, live: Live, token: int) -> None:
+    def _first_token(self, live: Live, token: int, score: float) -> None:
         if live.state is not State.PREFILLING:
             return
         live.first = token
-        if self._emit(live, token):
+        if self._emit(live, token, score):
             return
         if live.local:
             live.to(State.DECODING)
@@ -246,12 +260,15 @@ class Controller:
 
     # --- ends -------------------------------------------------------------------------------------------------------
 
-    def _emit(self, live: Live, token: int) -> bool:
+    def _emit(self, live: Live, token: int, score: float) -> bool:
         """Hands a token to the user; True if it was the last."""
+        logprob = score if live.request.sampling.logprobs else None
         live.tokens.append(token)
+        if logprob is not None:
+            live.logprobs.append(logprob)
         live.timeline.token_s.append(self.books.now)
-        self._sink.token(live.request, token, self.books.now)
-        if token in live.request.stop_ids:
+        text_ends = self._sink.token(live.request, token, self.books.now, logprob)
+        if text_ends or token in live.request.stop_ids:
             self._end(live, State.FINISHED, "stop")
         elif len(live.tokens) == live.request.sampling.max_tokens:
             self._end(live, State.FINISHED, "length")

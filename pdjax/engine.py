@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from pdjax import compiles
-from pdjax.build import Progress, build, devices_for, scheduler_of, specs_of
+from pdjax.build import Progress, build, devices_for, scheduler_of, specs_of, transport_of
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
 from pdjax.handle import Delta, Handle, Result
@@ -29,7 +29,6 @@ from pdjax.replay import Recorder, replay
 from pdjax.report import Report
 from pdjax.request import SLO, Request, SamplingParams
 from pdjax.schedulers.base import traits_of
-from pdjax.transfer.device_put import DevicePut
 from pdjax.workload import Workload
 
 CLOSE_S = 5.0
@@ -71,8 +70,7 @@ class Engine:
         self._closing = threading.Event()
         self._drained = threading.Condition()
         self._recorder: Recorder | None = None
-        transport = DevicePut([instance.kv_sharding for instance in instances])
-        self._cluster = LocalCluster(instances, transport, self._source.config.num_layers)
+        self._cluster = LocalCluster(instances, transport_of(config, instances), self._source.config.num_layers)
         self._controller = Controller(self.specs, self._scheduler, models, self, config.transfer_timeout_s)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         self._thread.start()
@@ -277,8 +275,8 @@ class Engine:
 
     # The controller's sink: runs in the controller's thread.
 
-    def token(self, request: Request, token: int, time_s: float) -> None:
-        self._handles[request.id].push(token)
+    def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
+        return self._handles[request.id].push(token, logprob)
 
     def done(self, request: Request, record: RequestRecord) -> None:
         self._handles.pop(request.id).finish(record)

@@ -138,10 +138,12 @@ class Handle:
 
     # --- the engine's side ------------------------------------------------------------------------------------------
 
-    def push(self, token: int) -> None:
+    def push(self, token: int, logprob: float | None) -> bool:
+        """Takes the next token; True if the text ends with it."""
         with self._changed:
             self._tokens.append(token)
             self._changed.notify_all()
+        return False
 
     def finish(self, record: RequestRecord) -> None:
         with self._changed:

@@ -15,7 +15,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.latency import Load
-from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, StartTransfer
+from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
 from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, slice_sizes, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import WIRE_SPEC, LayerKV, kv_dtype, make_pool
@@ -41,18 +41,24 @@ from pdjax.warmup import Progress, warm_up
 class Pending:
     """The tokens of an iteration, maybe still being computed."""
 
-    tokens: jax.Array | None  # [R]
+    tokens: jax.Array | None  # [2, R]: tokens, bits of their log probabilities (0 where nobody wants them)
     slots: tuple[int, ...]  # of the decode rows, which are the last of the R rows
     firsts: tuple[tuple[int, int], ...]  # (request, index into tokens)
     first_row: int  # index of the first decode row
 
-    def wait(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Blocks until the tokens are here: ((slot, token) of every row, (request, token) of every last chunk)."""
+    def wait(self) -> Sampled:
+        """Blocks until the tokens are here."""
         if self.tokens is None:
-            return (), ()
-        tokens = np.asarray(self.tokens).tolist()
+            return Sampled((), ())
+        values, bits = np.asarray(self.tokens)
+        tokens = values.tolist()
         rows = tuple((slot, tokens[self.first_row + i]) for i, slot in enumerate(self.slots))
-        return rows, tuple((request, tokens[i]) for request, i in self.firsts)
+        firsts = tuple((request, tokens[i]) for request, i in self.firsts)
+        if not bits.any():
+            return Sampled(rows, firsts)
+        scores = bits.view(np.float32).tolist()
+        mine = [i for _, i in self.firsts] + [self.first_row + i for i in range(len(rows))]
+        return Sampled(rows, firsts, tuple(scores[i] for i in mine))
 
 
 class Instance:
@@ -86,6 +92,7 @@ class Instance:
         self._insert_sizes = tuple(sizes) if exchanges and spec.max_rows else ()
         self._extract_sizes = wire_buckets(spec.max_chunk, streams=False) if exchanges else ()
         self.kv_sharding = NamedSharding(mesh, WIRE_SPEC)
+        self.kv_shardings = (self.kv_sharding,) * config.num_layers
         self._outer = outer_leaves(config, weights, mesh.size)
         self._groups: list[tuple[tuple[int, ...], Columns]] = [
             (layers, columns_of(config, weights, mesh.size, layers))

@@ -12,7 +12,7 @@ class Live:
     """Mutable twin of a `Request`; implements the schedulers' `Ask`.
 
     Attributes:
-        tokens: generated so far; every one has been handed to the user.
+        tokens: generated so far; every one has been handed to the user. `logprobs`: theirs, if wanted.
         context: what this attempt prefills: the prompt and the tokens of earlier attempts.
         prefilled: tokens of `context` issued to the prefill instance.
         place: where the scheduler put it; `decode_on` is the decode instance once known.
@@ -26,6 +26,7 @@ class Live:
     timeline: Timeline
     state: State = State.WAITING
     tokens: list[int] = dataclasses.field(default_factory=list)
+    logprobs: list[float] = dataclasses.field(default_factory=list)
     context: tuple[int, ...] = ()
     prefilled: int = 0
     place: Place | None = None
@@ -117,4 +118,5 @@ class Live:
             reason=self.note or (place.reason if place else ""),
             preemptions=self.preemptions,
             restarts=self.restarts,
+            logprobs=tuple(self.logprobs),
         )

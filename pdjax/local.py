@@ -21,6 +21,7 @@ from pdjax.messages import (
     InstanceSpec,
     Iteration,
     IterationDone,
+    Sampled,
     StartTransfer,
     TransferAborted,
     TransferDone,
@@ -35,8 +36,8 @@ _log = logging.getLogger("pdjax")
 class Pending(Protocol):
     """Tokens on their way to the host."""
 
-    def wait(self) -> tuple[tuple[tuple[int, int], ...], tuple[tuple[int, int], ...]]:
-        """Blocks; (slot, token) of every row and (request, token) of every last chunk."""
+    def wait(self) -> Sampled:
+        """Blocks until they are there."""
         ...
 
 
@@ -264,7 +265,7 @@ class _LaneThread(threading.Thread):
 
     def _collect(self) -> None:
         iteration, pending, dispatched_s = self._pending.popleft()
-        rows, firsts = pending.wait()
+        sampled = pending.wait()
         previous_s, self._finished_s = self._finished_s, self._cluster.now()
         gap_s = max(0.0, dispatched_s - previous_s) if self._decoded and iteration.decode else 0.0
         self._decoded = iteration.decode
@@ -273,10 +274,11 @@ class _LaneThread(threading.Thread):
             IterationDone(
                 instance=iteration.instance,
                 number=iteration.number,
-                rows=rows,
-                firsts=firsts,
+                rows=sampled.rows,
+                firsts=sampled.firsts,
                 started_s=max(dispatched_s, previous_s),
                 finished_s=self._finished_s,
                 host_gap_s=gap_s,
+                logprobs=sampled.logprobs,
             )
         )

@@ -10,7 +10,7 @@ step n+1 can be issued before the tokens of step n are known on the host.
 
 import dataclasses
 import enum
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from pdjax.request import Request, SamplingParams
 
@@ -30,7 +30,8 @@ class InstanceSpec:
     Attributes:
         index: its number in the cluster.
         role: its first role.
-        devices: how many devices its mesh has.
+        devices: how many devices it has: pp stages of tp each.
+        pp: pipeline stages; each owns a run of layers.
         max_rows: decode rows it can hold; row slots are 0..max_rows-1, and slot `max_rows` is a scratch slot for
             prompts whose rows will live elsewhere.
         max_chunk: most prompt tokens in one iteration.
@@ -52,6 +53,7 @@ class InstanceSpec:
     num_pages: int
     max_model_len: int
     kv_bytes_per_token: int
+    pp: int = 1
     max_in_flight: int = 2
     chunk_buckets: tuple[int, ...] = ()
     row_buckets: tuple[int, ...] = ()
@@ -164,6 +166,14 @@ class Abort:
     request: int
 
 
+class Sampled(NamedTuple):
+    """The tokens of one iteration: fields as in `IterationDone`."""
+
+    rows: tuple[tuple[int, int], ...]
+    firsts: tuple[tuple[int, int], ...]
+    logprobs: tuple[float, ...] = ()
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class IterationDone:
     """An iteration's tokens are on the host.
@@ -174,6 +184,7 @@ class IterationDone:
         started_s, finished_s: when the device could start it (dispatched, the one before it done), and when its
             tokens were on the host.
         host_gap_s: how long the device stood still between the decode step before and this one.
+        logprobs: of the tokens of `firsts`, then of `rows`; empty if nobody asked for them.
     """
 
     instance: int
@@ -183,6 +194,7 @@ class IterationDone:
     started_s: float
     finished_s: float
     host_gap_s: float = 0.0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ from typing import Literal
 
 from pdjax.request import SLO, State
 
-FinishReason = Literal["stop", "length", "abort", "rejected", "error"]
+FinishReason = Literal["stop", "length", "abort", "deadline", "rejected", "error"]
 
 
 @dataclasses.dataclass(slots=True)
@@ -51,6 +51,7 @@ class RequestRecord:
         state: terminal.
         prefill_instance, decode_instance: where the last attempt ran; None if it never did.
         reason: why the scheduler placed it there, or why it was refused or failed.
+        logprobs: of every token, if they were asked for.
     """
 
     request_id: str
@@ -65,6 +66,7 @@ class RequestRecord:
     reason: str = ""
     preemptions: int = 0
     restarts: int = 0
+    logprobs: tuple[float, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -25,6 +25,8 @@ class SamplingParams:
             batch or placement. None lets the engine choose one.
         stop_token_ids: ids that end the request, besides the model's EOS ids. They are part of `token_ids`.
         ignore_eos: generate on past EOS (explicit `stop_token_ids` still stop).
+        stop: texts that end the answer as soon as one is complete, across token borders; not part of the text.
+        logprobs: also give the log probability of every chosen token under the model, before temperature and cuts.
 
     Raises:
         ValueError: a field outside its range; the message names field, value and what is allowed.
@@ -37,6 +39,8 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
+    stop: tuple[str, ...] = ()
+    logprobs: bool = False
 
     def __post_init__(self) -> None:
         check_whole("max_tokens", self.max_tokens, 1)
@@ -47,8 +51,14 @@ class SamplingParams:
             raise ValueError(f"temperature is {self.temperature!r}; allowed: a finite number >= 0")
         if not is_number(self.top_p) or not 0 < self.top_p <= 1:
             raise ValueError(f"top_p is {self.top_p!r}; allowed: a number in (0, 1]")
-        if not isinstance(self.ignore_eos, bool):
-            raise ValueError(f"ignore_eos is {self.ignore_eos!r}; allowed: True, False")
+        for name in ("ignore_eos", "logprobs"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        stop = tuple(stop) if isinstance(stop, Iterable) else (None,)
+        if not all(isinstance(text, str) and text for text in stop):
+            raise ValueError(f"stop is {self.stop!r}; allowed: a text, or a sequence of texts, none of them empty")
+        object.__setattr__(self, "stop", stop)
         if not isinstance(self.stop_token_ids, Iterable):
             raise ValueError(f"stop_token_ids is {self.stop_token_ids!r}; allowed: a sequence of token ids")
         object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
@@ -82,6 +92,7 @@ class Request:
         slo: the limits it is judged by.
         arrival_s: the cluster's clock when the user asked.
         user_id: what the user calls it, for reports only.
+        deadline_s: the cluster's clock when it is ended if it is not done by then; None: never.
     """
 
     id: int
@@ -91,6 +102,7 @@ class Request:
     slo: SLO = SLO()
     arrival_s: float = 0.0
     user_id: str | None = None
+    deadline_s: float | None = None
 
     @property
     def total_tokens(self) -> int:

@@ -90,8 +90,9 @@ class Collector:
         self.iterations: list[IterationRecord] = []
         self.transfers: list[TransferRecord] = []
 
-    def token(self, request: Request, token: int, time_s: float) -> None:
+    def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
         self.tokens.setdefault(request.id, []).append(token)
+        return False
 
     def done(self, request: Request, record: RequestRecord) -> None:
         if request.id in self.records:

@@ -35,7 +35,7 @@ def engine(**changes) -> pdjax.Engine:
     """Unless it warms up, it compiles what is used when it is used, and one size of pass per kind. See `wire`."""
     config = pdjax.EngineConfig(**(LIMITS | changes))
     sizes = contextlib.nullcontext() if config.warmup else mock.patch("pdjax.engine.specs_of", _one_size)
-    with sizes, mock.patch("pdjax.engine.DevicePut", Wire):
+    with sizes, mock.patch("pdjax.build.DevicePut", Wire):
         return pdjax.Engine(config)
 
 

@@ -86,7 +86,7 @@ class Driver:
         """All chunks of a prompt, alone; the first token."""
         take = self.chunk or self.instance.spec.max_chunk
         for start in range(0, len(prompt), take):
-            _, firsts = self.run(chunks=(self.part(request, prompt, start, take, stream),))
+            firsts = self.run(chunks=(self.part(request, prompt, start, take, stream),)).firsts
         return dict(firsts)[request]
 
     def join(self, request: int, position: int, token: int | None = None) -> Join:
@@ -98,7 +98,7 @@ class Driver:
         out = [self.prefill(request, prompt)]
         joins = (self.join(request, len(prompt)),)
         while len(out) < tokens:
-            rows, _ = self.run(joins=joins, decode=True)
+            rows = self.run(joins=joins, decode=True).rows
             joins = ()
             out.append(dict(rows)[request])
         self.run(leaves=(request,) if tokens > 1 else ())

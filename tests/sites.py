@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from pdjax.local import LocalCluster
-from pdjax.messages import AbortTransfer, Chunk, Iteration, StartTransfer, TransferAborted
+from pdjax.messages import AbortTransfer, Chunk, Iteration, Sampled, StartTransfer, TransferAborted
 from pdjax.request import SamplingParams
 from pdjax.testing import FakeMachine
 from pdjax.transfer.base import TransferState, Unit, UnitHeader, advance
@@ -28,7 +28,7 @@ class Tokens:
         self.log("wait")
         if self.gate is not None:
             assert self.gate.wait(WAIT_S)
-        return self.rows, self.firsts
+        return Sampled(self.rows, self.firsts)
 
 
 class FakeExecutor:

@@ -44,13 +44,13 @@ def test_a_prompt_prefilled_beside_a_decoding_row_disturbs_neither(alone):
     out = {0: [driver.prefill(0, SHORT)], 1: []}
     joins = (driver.join(0, len(SHORT)),)
     for start in range(0, len(LONG), 10):
-        rows, firsts = driver.run(chunks=(driver.part(1, LONG, start, 10),), joins=joins, decode=True)
+        rows, firsts, _ = driver.run(chunks=(driver.part(1, LONG, start, 10),), joins=joins, decode=True)
         out[0].append(dict(rows)[0])
         joins = ()
     out[1].append(dict(firsts)[1])
     joins = (driver.join(1, len(LONG)),)
     while len(out[1]) < 12:
-        rows, _ = driver.run(joins=joins, decode=True)
+        rows = driver.run(joins=joins, decode=True).rows
         joins = ()
         for slot, token in rows:
             out[slot].append(token)
@@ -60,7 +60,7 @@ def test_a_prompt_prefilled_beside_a_decoding_row_disturbs_neither(alone):
 def test_prompts_packed_into_one_pass_give_their_own_tokens(alone):
     driver = Driver(small(max_chunk=32))
     driver.run(chunks=(driver.part(0, LONG, 0, 11),))
-    _, firsts = driver.run(chunks=(driver.part(0, LONG, 11, 18), driver.part(1, SHORT, 0, 5)))
+    firsts = driver.run(chunks=(driver.part(0, LONG, 11, 18), driver.part(1, SHORT, 0, 5))).firsts
     assert dict(firsts) == {0: alone[29][0], 1: alone[5][0]}
 
 
@@ -82,12 +82,12 @@ def test_rows_grow_page_by_page_leave_and_come_back_by_token(alone):
     out = [first]
     for step in range(6):
         grows = ((0, pages[(start + step) // 7]),) if (start + step) % 7 == 0 else ()
-        rows, _ = driver.run(joins=(join,) if step == 0 else (), grows=grows, decode=True)
+        rows = driver.run(joins=(join,) if step == 0 else (), grows=grows, decode=True).rows
         out.append(dict(rows)[0])
-    assert driver.run(leaves=(0,), decode=True) == ((), ())
+    assert driver.run(leaves=(0,), decode=True).rows == ()
     join = driver.join(0, start + 6, token=out[-1])
     for step in range(5):
-        rows, _ = driver.run(joins=(join,) if step == 0 else (), decode=True)
+        rows = driver.run(joins=(join,) if step == 0 else (), decode=True).rows
         out.append(dict(rows)[0])
     assert out == alone[5]
 
@@ -113,7 +113,7 @@ def test_kv_moved_to_another_mesh_and_page_size_continues_the_text(alone, device
         target.instance.insert(unit, table(target.instance, 0))
     joins = (target.join(0, len(LONG), token=out[0]),)
     for _ in range(11):
-        rows, _ = target.run(joins=joins, decode=True)
+        rows = target.run(joins=joins, decode=True).rows
         joins = ()
         out.append(dict(rows)[0])
     assert out == alone[29]
@@ -144,11 +144,11 @@ def test_stale_rows_and_foreign_pages_are_never_seen(alone):
     driver.instance.fill_pages(others, np.nan)
     driver.instance.fill_pages(mine, 1e4)
     request = dataclasses.replace(driver.part(2, SHORT, 0, 5), slot=0)
-    _, firsts = driver.run(chunks=(request,))
+    firsts = driver.run(chunks=(request,)).firsts
     out = [dict(firsts)[2]]
     joins = (dataclasses.replace(driver.join(0, 5), pages=mine),)
     for _ in range(11):
-        rows, _ = driver.run(joins=joins, decode=True)
+        rows = driver.run(joins=joins, decode=True).rows
         joins = ()
         out.append(dict(rows)[0])
     assert out == alone[5]
@@ -192,7 +192,7 @@ def test_warm_up_and_rehearsals_change_no_page_and_no_slot():
     driver.instance.rehearse_transfers()
     after = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
     assert (before == after).all()
-    rows, _ = driver.run(joins=(driver.join(0, 5),), decode=True)
+    rows = driver.run(joins=(driver.join(0, 5),), decode=True).rows
     assert first is not None and dict(rows)[0] == Driver(small()).generate(SHORT, 2)[1]
 
 

@@ -40,8 +40,8 @@ class _Transfer:
     """One transfer. `lock` is held while a callback of it runs, so that `abort` can wait for a running one."""
 
     key: int
-    src: NamedSharding
-    dst: NamedSharding
+    src: Sequence[NamedSharding]  # by layer
+    dst: Sequence[NamedSharding]
     lane: "queue.SimpleQueue[_Item]"
     deliver: Callable[[Unit], None]
     failed: Callable[[str], None]
@@ -54,7 +54,7 @@ _Item = tuple[_Transfer, Unit] | None  # None ends the thread
 
 
 class DevicePut:
-    """The `Transport` of one process; instance i has its wire arrays sharded as `shardings[i]`.
+    """The `Transport` of one process; instance i has the wire arrays of layer j sharded as `shardings[i][j]`.
 
     There is one thread per (source, destination) pair, made when first used. Units of one source become ready in the
     order in which they are sent, so a thread that waits for the first of them delays no other that could move; with
@@ -64,18 +64,20 @@ class DevicePut:
     is bounded by the destination's pool, since pages are reserved before a transfer starts.
 
     Args:
-        shardings: one per instance, of [layers, 2, T, K, H]: `SPEC` over a ("kv", "rep") mesh.
+        shardings: per instance and layer, of [layers, 2, T, K, H]: `SPEC` over a ("kv", "rep") mesh. Layers of one
+            unit have the same.
         clock: gives the seconds of `Unit.moved_s`.
 
     Raises:
         ValueError: a sharding is not of that kind.
     """
 
-    def __init__(self, shardings: Sequence[NamedSharding], clock: Callable[[], float] = time.perf_counter):
-        for index, sharding in enumerate(shardings):
-            if sharding.mesh.axis_names != ("kv", "rep") or sharding.spec != SPEC:
-                raise ValueError(f'shardings[{index}] is {sharding}; allowed: {SPEC} over a mesh ("kv", "rep")')
-        self._shardings = tuple(shardings)
+    def __init__(self, shardings: Sequence[Sequence[NamedSharding]], clock: Callable[[], float] = time.perf_counter):
+        for index, layers in enumerate(shardings):
+            for sharding in layers:
+                if sharding.mesh.axis_names != ("kv", "rep") or sharding.spec != SPEC:
+                    raise ValueError(f'shardings[{index}] has {sharding}; allowed: {SPEC} over a mesh ("kv", "rep")')
+        self._shardings = tuple(tuple(layers) for layers in shardings)
         self._clock = clock
         self._lock = threading.Lock()  # of the three below
         self._transfers: dict[int, _Transfer] = {}  # STARTED ones only
@@ -170,7 +172,8 @@ class DevicePut:
             _check(transfer, unit)
             jax.block_until_ready(unit.kv)
             begun = self._clock()
-            kv = jax.block_until_ready(move(unit.kv, transfer.src, transfer.dst))
+            layer = unit.header.layer
+            kv = jax.block_until_ready(move(unit.kv, transfer.src[layer], transfer.dst[layer]))
             moved = Unit(unit.header, kv, (begun, self._clock()))
             with transfer.lock:
                 if transfer.state is TransferState.STARTED:
@@ -223,8 +226,9 @@ def _check(transfer: _Transfer, unit: Unit) -> None:
         raise ValueError(
             f"shape is {kv.shape}; allowed: ({header.layers} layers, 2, at least {header.tokens} tokens, K, H)"
         )
-    if not kv.sharding.is_equivalent_to(transfer.src, kv.ndim):
-        raise ValueError(f"the array is sharded as {kv.sharding}; allowed: that of its source, {transfer.src}")
+    source = transfer.src[header.layer]
+    if not kv.sharding.is_equivalent_to(source, kv.ndim):
+        raise ValueError(f"the array is sharded as {kv.sharding}; allowed: that of its source, {source}")
     for layer in range(header.layer, header.layer + header.layers):
         # Each layer's tokens come in order from 0: one rule against gaps, overlaps and repeats.
         expected = transfer.filled.get(layer, 0)

@@ -65,6 +65,11 @@ def unit(transport_shardings, key, start=0, tokens=5, layer=0, layers=2, src=0, 
     return Unit(header, jax.device_put(kv, transport_shardings[src]))
 
 
+def layered(places):
+    """The same for every layer."""
+    return [[place] * 8 for place in places]
+
+
 @pytest.fixture
 def places():
     return shardings()
@@ -77,7 +82,7 @@ def threads() -> set[threading.Thread]:
 @pytest.fixture
 def transport(places):
     before = threads()  # engines of other tests may be alive
-    made = DevicePut(places)
+    made = DevicePut(layered(places))
     yield made
     made.close()
     assert threads() <= before
@@ -138,7 +143,7 @@ def test_two_transfers_between_the_same_instances_keep_their_own_units(transport
 
 def test_moved_s_is_the_time_of_the_copy_and_not_of_the_wait(places):
     ticks = iter(range(100))
-    transport = DevicePut(places, clock=lambda: float(next(ticks)))
+    transport = DevicePut(layered(places), clock=lambda: float(next(ticks)))
     receiver = Receiver().start(transport, key=1)
     made = unit(places, 1)
     pending = Pending(made.kv)
@@ -346,12 +351,12 @@ def test_start_refuses_a_live_key_and_an_unknown_instance(transport):
 
 def test_a_sharding_of_another_kind_is_refused_at_construction(places):
     flat = NamedSharding(Mesh(np.array(jax.devices()[:2]), ("tp",)), PartitionSpec("tp"))
-    with pytest.raises(ValueError, match=r"shardings\[1\] is .*allowed"):
-        DevicePut([places[0], flat])
+    with pytest.raises(ValueError, match=r"shardings\[1\] has .*allowed"):
+        DevicePut(layered([places[0], flat]))
 
 
 def test_close_drops_what_is_on_its_way_and_is_idempotent(places):
-    transport = DevicePut(places)
+    transport = DevicePut(layered(places))
     before = threads()
     receiver = Receiver().start(transport, key=1)
     made = unit(places, 1)
