@@ -10,12 +10,16 @@ Times are seconds.
 """
 
 import dataclasses
+import functools
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
 
 from pdjax.messages import InstanceSpec
+from pdjax.models.buckets import Buckets
+
+SATURATED = 0.95  # of the best throughput counts as all of it: longer passes gain little and delay who waits
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,7 +44,15 @@ class LatencyModel:
         """Seconds of one iteration; 0 for an empty one."""
         if not load.chunks and not load.rows:
             return 0.0
-        return float(np.dot(self.iteration, (1.0, *features(spec, load))))
+        base, *weights = self.iteration
+        return base + sum(weight * value for weight, value in zip(weights, features(spec, load), strict=True))
+
+    def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> list[float]:
+        """Seconds of each of several decode steps of the same rows, which grow by a token a step."""
+        n = load.rows
+        return [
+            self.iteration_s(spec, Load((), n, load.context_tokens + i * n, load.max_context + i)) for i in range(steps)
+        ]
 
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
@@ -64,12 +76,45 @@ def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float
     tokens = sum(size for size, _ in load.chunks)
     rows = spec.row_buckets[-1:] if load.chunks else spec.row_buckets  # beside a chunk there is one size only
     return (
-        float(bucket(spec.chunk_buckets, tokens)),
+        float(bucket(chunk_sizes(spec, beside_rows=load.rows > 0), tokens)),
         float(sum(size * (prior + size / 2) for size, prior in load.chunks)),
         float(bucket(rows, load.rows)),
         float(load.context_tokens),
         float(load.rows * load.max_context),
     )
+
+
+@functools.lru_cache(maxsize=1024)
+def saturating_tokens(model: LatencyModel, spec: InstanceSpec, *, beside_rows: bool = False) -> int:
+    """Prompt tokens of the shortest pass that uses the instance well: DistServe's L_m (section 4.3).
+
+    The smallest padded size of a pass whose predicted prompt tokens per second, in a pass of its own, reach SATURATED
+    of the best size's. With more tokens a pass takes longer and computes hardly more per second.
+
+    Args:
+        model: predicts this instance's passes.
+        spec: the instance; without sizes of its own, powers of two and `max_chunk` are looked at.
+        beside_rows: choose among the sizes that decode rows can ride with.
+
+    Returns:
+        Tokens, at most `max_chunk`; 0 for an instance that takes no prompts.
+    """
+    if not spec.max_chunk:
+        return 0
+    powers = (1 << power for power in range(spec.max_chunk.bit_length()))
+    sizes = chunk_sizes(spec, beside_rows=beside_rows) or (*(n for n in powers if n < spec.max_chunk), spec.max_chunk)
+    rates = {size: size / max(model.iteration_s(spec, Load(((size, 0),))), 1e-12) for size in sizes}
+    return min(size for size, rate in rates.items() if rate >= SATURATED * max(rates.values()))
+
+
+def chunk_sizes(spec: InstanceSpec, *, beside_rows: bool) -> tuple[int, ...]:
+    """Padded sizes of prompt passes; beside rows there are fewer. Empty: passes are not padded."""
+    return _mixed(spec.chunk_buckets, spec.row_buckets) if beside_rows else spec.chunk_buckets
+
+
+@functools.lru_cache(maxsize=1024)  # asked for with every mixed pass
+def _mixed(chunks: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
+    return Buckets(chunks, rows).mixed
 
 
 def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: LatencyModel | None = None) -> LatencyModel:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 
-from pdjax.schedulers.base import Place, Plan, Reject, Scheduler, Traits, Wait, take_chunks
+from pdjax.schedulers.base import Place, Plan, Reject, Scheduler, Traits, Wait, take_chunks, take_prompts
 from pdjax.schedulers.colocated import ChunkedColocated, Colocated
 from pdjax.schedulers.disaggregated import Disaggregated
 from pdjax.schedulers.dynamic import Dynamic
@@ -20,6 +20,7 @@ __all__ = [
     "Traits",
     "Wait",
     "take_chunks",
+    "take_prompts",
 ]
 
 # By the name that configurations and flags use; the argument says from how many prompt tokens on KV is streamed.

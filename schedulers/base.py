@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
-from pdjax.latency import LatencyModel
+from pdjax.latency import LatencyModel, bucket
 from pdjax.messages import InstanceSpec, Role
 from pdjax.request import SLO
 
@@ -190,6 +190,25 @@ def take_chunks(instance: InstanceView, budget: int) -> tuple[tuple[Ask, int], .
         chunks.append((ask, take))
         left -= take
     return tuple(chunks)
+
+
+def take_prompts(instance: InstanceView, limit: int) -> tuple[tuple[Ask, int], ...]:
+    """Prompts in queue order, each as a whole, while together they have at most `limit` tokens (DistServe's L_m).
+
+    A longer prompt goes alone, in chunks of `max_chunk`, but for prompts that fit into the padding of its pass, where
+    they cost nothing. As in `take_chunks`, nobody is overtaken.
+    """
+    chunks = take_chunks(instance, instance.spec.max_chunk)
+    if not chunks:
+        return ()
+    room = max(limit, bucket(instance.spec.chunk_buckets, chunks[0][1]))
+    count, total = 1, chunks[0][1]
+    for ask, take in chunks[1:]:
+        total += take
+        if total > room or take < ask.context_tokens - ask.prefilled:
+            break
+        count += 1
+    return chunks[:count]
 
 
 def traits_of(scheduler: Scheduler) -> Traits:

@@ -5,6 +5,7 @@ every running row. `ChunkedColocated` puts the decode rows first and fills the r
 parts, in one fused pass (Sarathi-Serve, section 4; Dynamic SplitFuse): the stall shrinks to one pass of that budget.
 """
 
+from pdjax.latency import saturating_tokens
 from pdjax.messages import Role
 from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Traits, Wait, able, take_chunks
 
@@ -35,7 +36,12 @@ class Colocated:
 
 
 class ChunkedColocated(Colocated):
-    """Decode rows first, then prompt parts that fill the budget (tokens; 0: the instance's largest chunk) exactly."""
+    """Decode rows first, then prompt parts that fill the budget exactly.
+
+    Args:
+        budget: tokens of a pass, rows and prompt parts together. 0: the shortest pass that saturates the instance, by
+            its latency model: a longer one makes rows wait and gains no throughput.
+    """
 
     def __init__(self, budget: int = 0) -> None:
         if budget < 0:
@@ -43,7 +49,9 @@ class ChunkedColocated(Colocated):
         self._budget = budget
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
-        budget = self._budget or instance.spec.max_chunk
+        if not instance.prefills:
+            return Plan(decode=instance.rows > 0)
+        budget = self._budget or saturating_tokens(instance.latency, instance.spec, beside_rows=True)
         # Rows alone may fill the budget; a prompt must still move, or a full batch would keep it waiting for ever.
         room = max(budget - instance.rows, 1)
         return Plan(take_chunks(instance, room), decode=instance.rows > 0)

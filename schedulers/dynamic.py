@@ -4,7 +4,7 @@ its KV shipped, or on the decode instance itself, chunk by chunk beside the runn
 Colocation wins while decode instances are lightly loaded (no transfer, no second queue); disaggregation wins when a
 chunk beside the rows would break their TPOT. Both are points of one space (TaiChi); here the point is chosen request
 by request. Among the choices that keep both limits the one with the shortest TTFT is taken; if none does, the one
-that misses by the smallest factor.
+that misses by the smallest factor, and the reason says that the SLO is infeasible.
 """
 
 import dataclasses
@@ -58,7 +58,8 @@ class Dynamic(Disaggregated):
             return Wait("no living instance can decode")
         best = min(choices, key=lambda choice: (max(choice.miss(ask.slo), 1.0), choice.ttft_ms))
         others = "; ".join(choice.text for choice in choices if choice is not best)
-        reason = f"dynamic: {best.text}" + (f" (not: {others})" if others else "")
+        verdict = "" if best.miss(ask.slo) <= 1 else "infeasible SLO, the nearest is "
+        reason = f"dynamic: {verdict}{best.text}" + (f" (not: {others})" if others else "")
         if best.local:
             return Place(best.source.spec.index, best.target.spec.index, "whole", reason)
         if self._stream_from is None or ask.context_tokens < self._stream_from:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.latency import LatencyModel, Load, bucket, features, fit
+from pdjax.latency import LatencyModel, Load, bucket, features, fit, saturating_tokens
 from pdjax.messages import InstanceSpec, Role
 
 SPEC = InstanceSpec(
@@ -38,7 +38,9 @@ def loads(count, seed=0):
 
 def test_features_are_those_of_padded_programs():
     load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, max_context=50)
-    assert features(SPEC, load) == (32, 10 * 5 + 7 * 103.5, 8, 90, 150)  # rows beside a chunk: the largest size
+    # Beside a chunk, rows have the largest size, and chunks have one of the few sizes that rows ride with.
+    assert features(SPEC, load) == (64, 10 * 5 + 7 * 103.5, 8, 90, 150)
+    assert features(SPEC, Load(((10, 0), (7, 100)))) == (32, 10 * 5 + 7 * 103.5, 0, 0, 0)
     assert features(SPEC, Load((), 3, 90, 50)) == (0, 0, 4, 90, 150)
     assert features(EXACT, load) == (17, 10 * 5 + 7 * 103.5, 3, 90, 150)
 
@@ -67,6 +69,41 @@ def test_a_decode_step_is_an_iteration_without_chunks():
 
 def test_a_transfer_is_a_latency_and_a_bandwidth():
     assert LatencyModel(transfer_alpha_s=0.5, transfer_bytes_per_s=100).transfer_s(300) == 3.5
+
+
+# Tokens per second of the three sizes: 16 / (8 + 16), 32 / (8 + 32), 64 / (8 + 64) = 0.67, 0.80, 0.89.
+FLAT = LatencyModel(iteration=(8, 1, 0, 0, 0, 0))
+
+
+@pytest.mark.parametrize(
+    ("constant", "tokens"),
+    [
+        (0.5, 16),  # 0.97, 0.98, 0.99
+        (1.5, 32),  # 0.91, 0.955, 0.977: 0.93 of the best, 0.98 of it
+        (8, 64),
+    ],
+)
+def test_the_saturating_length_is_the_shortest_within_five_percent_of_the_best_throughput(constant, tokens):
+    assert saturating_tokens(LatencyModel(iteration=(constant, 1, 0, 0, 0, 0)), SPEC) == tokens
+
+
+def test_attention_that_makes_long_passes_slower_shortens_the_saturating_length():
+    # 16 / (8 + 128), 32 / (8 + 512), 64 / (8 + 2048) = 0.118, 0.062, 0.031
+    assert saturating_tokens(LatencyModel(iteration=(8, 0, 1, 0, 0, 0)), SPEC) == 16
+
+
+def test_beside_rows_the_saturating_length_is_one_of_the_sizes_that_rows_ride_with():
+    assert saturating_tokens(LatencyModel(iteration=(0.5, 1, 0, 0, 0, 0)), SPEC, beside_rows=True) == 64
+
+
+def test_without_sizes_of_passes_powers_of_two_and_the_largest_chunk_are_looked_at():
+    spec = dataclasses.replace(EXACT, max_chunk=48)
+    assert saturating_tokens(FLAT, spec) == 48  # 32 / 40 = 0.80 against 48 / 56 = 0.857
+    assert saturating_tokens(LatencyModel(iteration=(0.1, 1, 0, 0, 0, 0)), spec) == 2  # 2 / 2.1 = 0.952 of 0.998
+
+
+def test_an_instance_without_prompts_has_no_saturating_length():
+    assert saturating_tokens(FLAT, dataclasses.replace(SPEC, max_chunk=0, chunk_buckets=())) == 0
 
 
 @settings(derandomize=True, deadline=None)

@@ -1,72 +1,17 @@
 """What each policy decides, on views whose numbers one can follow."""
 
-import dataclasses
 import itertools
 
 import pytest
 
 from pdjax.latency import LatencyModel
-from pdjax.messages import InstanceSpec, Role
+from pdjax.messages import Role
 from pdjax.request import SLO
 from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated, Dynamic, Place, Traits, Wait, take_chunks
 from pdjax.schedulers.base import traits_of
 from pdjax.testing import World, spec
+from tests.views import Ask, Cluster, View, views
 from tests.worlds import ask as request
-
-SIMPLE = LatencyModel((0.010, 0.001, 0, 0.002, 0, 0))  # 10 ms an iteration, 1 ms a prompt token, 2 ms a row
-
-
-@dataclasses.dataclass
-class Ask:
-    id: int = 0
-    context_tokens: int = 10
-    prefilled: int = 0
-    max_new_tokens: int = 8
-    arrival_s: float = 0.0
-    slo: SLO = dataclasses.field(default_factory=SLO)
-
-
-@dataclasses.dataclass
-class View:
-    """An instance in a state that a test chooses."""
-
-    spec: InstanceSpec
-    prefills: list = dataclasses.field(default_factory=list)
-    rows: int = 0
-    incoming: int = 0
-    context_tokens: int = 0
-    max_context: int = 0
-    free_pages: int = 64
-    prefill_streak: int = 0
-    alive: bool = True
-    blocked: tuple = ()
-    full: bool = False
-    latency: LatencyModel = SIMPLE
-
-    @property
-    def role(self):
-        return self.spec.role
-
-    @property
-    def pending_tokens(self):
-        return sum(ask.context_tokens - ask.prefilled for ask in self.prefills)
-
-    def startable(self, ask):
-        return ask.id not in self.blocked
-
-    def room_for(self, ask):
-        return not self.full
-
-
-@dataclasses.dataclass
-class Cluster:
-    instances: list
-    now: float = 0.0
-
-
-def views(*roles: Role, **changes) -> list[View]:
-    return [View(spec(index, role), **changes) for index, role in enumerate(roles)]
-
 
 # --- packing --------------------------------------------------------------------------------------------------------
 
@@ -122,6 +67,14 @@ def test_chunked_puts_rows_first_and_fills_the_budget_exactly():
     assert plan.decode and [n for _, n in plan.chunks] == [9]
 
 
+def test_chunked_finds_its_budget_where_the_instance_saturates():
+    """10 ms and 1 ms a token: passes of 64, 128, 256 tokens do 0.86, 0.93, 0.96 per ms, and 0.95 of that is 0.914."""
+    sizes = {"chunk_buckets": (64, 128, 256), "row_buckets": (8,)}
+    view = View(spec(0, Role.MIXED, max_chunk=256, **sizes), [Ask(0, 500)], rows=3)
+    plan = ChunkedColocated().iterate(view, Cluster([view]))
+    assert plan.decode and [n for _, n in plan.chunks] == [128 - 3]
+
+
 def test_chunked_moves_a_prompt_even_when_rows_fill_the_budget():
     view = View(spec(0, Role.MIXED), [Ask(0, 50)], rows=8)
     assert [n for _, n in ChunkedColocated(budget=8).iterate(view, Cluster([view])).chunks] == [1]
@@ -159,6 +112,38 @@ def test_nothing_is_handed_off_while_no_decode_instance_has_room():
     cluster = Cluster(views(Role.PREFILL, Role.DECODE))
     cluster.instances[1].full = True
     assert Disaggregated().hand_off(Ask(), cluster) is None
+
+
+def taken(prompts, *, batch_tokens=0, **changes):
+    """How many tokens of each prompt share the next pass; the sizes make 32 tokens the saturating length."""
+    sizes = {"max_chunk": 64, "max_chunks": 9, "chunk_buckets": (16, 32, 48, 64)}
+    view = View(spec(0, Role.PREFILL, **(sizes | changes)), [Ask(i, n) for i, n in enumerate(prompts)])
+    view.latency = LatencyModel((0.0015, 0.001, 0, 0, 0, 0))  # 0.914, 0.955, 0.970, 0.977 tokens per ms
+    policy = Disaggregated(batch_tokens=batch_tokens)
+    return [tokens for _, tokens in policy.iterate(view, Cluster([view])).chunks]
+
+
+def test_prompts_share_a_pass_up_to_the_saturating_length():
+    assert taken([10, 10, 12, 1]) == [10, 10, 12]
+
+
+def test_a_prompt_that_would_pass_the_saturating_length_is_left_for_the_next_pass():
+    assert taken([20, 20, 1]) == [20]
+
+
+def test_a_longer_prompt_goes_alone_in_chunks():
+    assert taken([64, 1]) == [64]
+    assert taken([100, 1]) == [64]
+
+
+def test_what_fits_into_the_padding_of_a_longer_prompt_joins_it():
+    assert taken([40, 8, 1]) == [40, 8]  # padded to 48
+    assert taken([40, 8, 1], chunk_buckets=()) == [40]
+
+
+def test_a_length_that_is_given_replaces_the_saturating_one():
+    assert taken([10, 10, 12, 1], batch_tokens=10) == [10]
+    assert taken([20, 20, 1], batch_tokens=64) == [20, 20, 1]
 
 
 @pytest.mark.parametrize(("tokens", "mode"), [(7, "whole"), (8, "stream")])
@@ -208,6 +193,15 @@ def test_when_no_choice_keeps_the_limits_the_smallest_miss_is_taken():
     cluster.instances[1].rows = 6
     place = chosen(cluster, Ask(context_tokens=16, slo=SLO(ttft_ms=10, tpot_ms=30)))
     assert (place.prefill, place.decode) == (1, 1)  # 3.8 times over the TTFT limit, against 50 times
+    assert place.reason.startswith("dynamic: infeasible SLO, the nearest is local on 1 TTFT 38 ms")
+
+
+def test_a_limit_that_cannot_be_kept_changes_no_later_choice():
+    policy, cluster = Dynamic(), Cluster(views(Role.PREFILL, Role.DECODE))
+    usual = policy.place(Ask(context_tokens=10), cluster)
+    impossible = [policy.place(Ask(context_tokens=10, slo=SLO(ttft_ms=1e-3)), cluster) for _ in range(5)]
+    assert len({(place.prefill, place.decode) for place in impossible}) == 1
+    assert policy.place(Ask(context_tokens=10), cluster) == usual
 
 
 # --- all ------------------------------------------------------------------------------------------------------------
@@ -225,7 +219,9 @@ def test_traits_of_another_kind_are_refused():
         traits_of(Odd())
 
 
-@pytest.mark.parametrize(("kind", "field"), [(ChunkedColocated, "budget"), (Disaggregated, "stream_from")])
+@pytest.mark.parametrize(
+    ("kind", "field"), [(ChunkedColocated, "budget"), (Disaggregated, "stream_from"), (Disaggregated, "batch_tokens")]
+)
 def test_options_out_of_range_are_named(kind, field):
     with pytest.raises(ValueError, match=f"{field} is -1; allowed:"):
-        kind(-1)
+        kind(**{field: -1})
