@@ -60,8 +60,10 @@ def test_dynamic_rope_is_plain_within_the_context(files):
     assert from_dict(files.config(rope_scaling={"type": "dynamic", "factor": 2.0})).rope_scaling is None
 
 
-def test_absent_theta_is_the_documented_default(files):
-    assert from_dict(files.config(rope_theta=None)).rope_theta == 10000.0
+def test_absent_theta_is_the_documented_default_and_it_is_said(files, caplog):
+    with caplog.at_level(logging.INFO, "pdjax"):
+        assert from_dict(files.config(rope_theta=None)).rope_theta == 10000.0
+    assert "no rope_theta in the config: 10000" in caplog.text
 
 
 def test_qwen2_has_biases_on_qkv_only(files):

@@ -50,6 +50,26 @@ def test_llama3_scaling_keeps_fast_pairs_and_stretches_slow_ones():
     assert between.any() and np.all((got[between] < plain[between]) & (got[between] > plain[between] / 8))
 
 
+@pytest.mark.parametrize("position", [0, 1, 8191, 8192, 100_000])
+def test_llama3_angles_are_those_of_its_definition_far_beyond_the_original_context(position):
+    """As Llama 3.1 defines them, by wavelength, in float64; float32 angles are off by a few units in the last place."""
+    want = []
+    for pair in range(64):
+        freq = 500000.0 ** (-2 * pair / 128)
+        wavelength = 2 * math.pi / freq
+        smooth = (8192 / wavelength - 1.0) / (4.0 - 1.0)
+        if wavelength > 8192 / 1.0:
+            freq = freq / 8.0
+        elif wavelength >= 8192 / 4.0:
+            freq = (1 - smooth) * freq / 8.0 + smooth * freq
+        want.append(position * freq)
+    config = dataclasses.replace(CONFIG, head_dim=128, rope_theta=500000.0, rope_scaling=LLAMA3)
+    cos, sin = angles(config, np.array([position], np.int32))
+    tolerance = 1e-6 + position * 2**-23
+    np.testing.assert_allclose(cos[0], np.cos(want), atol=tolerance)
+    np.testing.assert_allclose(sin[0], np.sin(want), atol=tolerance)
+
+
 def test_an_unknown_scaling_is_refused_by_name():
     with pytest.raises(ValueError, match=r"rope_scaling\.kind is 'yarn'; allowed: linear, llama3"):
         scaled(RopeScaling("yarn", 2.0))
