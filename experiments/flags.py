@@ -31,8 +31,10 @@ _ENGINE = [
     for name, low, text in (
         ("prefill_instances", 1, "Instances that prefill."),
         ("decode_instances", 1, "Instances that decode."),
-        ("prefill_tp", 1, "Devices of a prefill instance."),
-        ("decode_tp", 1, "Devices of a decode instance."),
+        ("prefill_pp", 1, "Pipeline stages of a prefill instance."),
+        ("decode_pp", 1, "Pipeline stages of a decode instance."),
+        ("prefill_tp", 1, "Devices of a stage of a prefill instance."),
+        ("decode_tp", 1, "Devices of a stage of a decode instance."),
         ("prefill_chunk", 0, "Most prompt tokens in one iteration of a prefill instance; 0: chosen."),
         ("decode_chunk", 0, "The same of a decode instance, for prompts that it computes itself."),
         ("prefill_max_batch", 1, "Most prompts in one iteration of a prefill instance."),

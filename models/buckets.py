@@ -3,6 +3,8 @@
 """
 
 import dataclasses
+import itertools
+from collections.abc import Iterable
 
 # Every padded token costs what a real one costs, so the steps are small where prompts are short; but every size is
 # several programs, and compiling them is most of an instance's start.
@@ -38,13 +40,17 @@ def slice_sizes(chunks: tuple[int, ...], padded: int) -> tuple[int, ...]:
     return (*[size for size in chunks if size <= padded // 2][-1:], padded)
 
 
-def layer_groups(num_layers: int, stream_layers: int) -> tuple[tuple[int, ...], ...]:
-    """Layer numbers of each group: groups of `stream_layers`, or of about 3; the last may be smaller.
+def layer_groups(num_layers: int, stream_layers: int, cuts: Iterable[int] = ()) -> tuple[tuple[int, ...], ...]:
+    """Layer numbers of each group: groups of `stream_layers`, or of about 3; the last before a cut may be smaller.
+
+    `cuts` are first layers of pipeline stages, of any instance: a group is the unit that instances exchange, so it
+    must lie within one stage on either side.
 
     A dispatch costs nothing that could be measured beside a group of even one layer; larger groups compile longer.
     """
-    size = stream_layers or next((n for n in (3, 4, 2, 5) if num_layers % n == 0), 3)
-    return tuple(tuple(range(at, min(at + size, num_layers))) for at in range(0, num_layers, size))
+    runs = list(itertools.pairwise(sorted({0, *cuts, num_layers})))
+    size = stream_layers or next((n for n in (3, 4, 2, 5) if all((end - at) % n == 0 for at, end in runs)), 3)
+    return tuple(tuple(range(at, min(at + size, end))) for first, end in runs for at in range(first, end, size))
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -40,12 +40,14 @@ def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:
     return 2 * config.num_layers * config.num_kv_heads * config.head_dim * np.dtype(dtype).itemsize
 
 
-def make_pool(config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: Any) -> list[LayerKV]:
-    """Zeroed pages for every layer, kv heads sharded over "kv"."""
+def make_pool(
+    config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: Any, layers: int | None = None
+) -> list[LayerKV]:
+    """Zeroed pages for so many layers (None: all), kv heads sharded over "kv"."""
     K, H = config.num_kv_heads, config.head_dim
     k = _zeros((num_pages, K, H, page_size), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
     v = _zeros((num_pages, K, page_size, H), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
-    return [LayerKV(k(), v()) for _ in range(config.num_layers)]
+    return [LayerKV(k(), v()) for _ in range(config.num_layers if layers is None else layers)]
 
 
 @functools.cache

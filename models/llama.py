@@ -18,7 +18,7 @@ from jax import lax
 
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import LayerKV
-from pdjax.models.params import layer_params, outer_params
+from pdjax.models.params import embed_params, head_params, layer_params
 from pdjax.models.rope import rotate
 from pdjax.models.sharding import TP
 
@@ -109,41 +109,45 @@ class Layer(nnx.Module):
         return x + self.mlp(x), cache, fresh
 
 
-class Outer(nnx.Module):
-    """Embedding, final norm and head. The vocabulary is sharded over all devices of the mesh."""
+class Embedding(nnx.Module):
+    """The embedding. The vocabulary is sharded over all devices of the mesh."""
 
     def __init__(self, config: ModelConfig, tp: int, params: Mapping[str, Any]):
-        self.config, self.tp = config, tp
-        self.embedding = nnx.Param(params["embed"])
-        self.final_norm = nnx.Param(params["final_norm"])
-        self.head = None if config.tied else nnx.Param(params["head"])
+        self.tp = tp
+        self.table = nnx.Param(params["embed"])
 
-    def embed(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array) -> jax.Array:
         """tokens [R] int32 -> [R, D] float32."""
-        table = self.embedding[...]
-        local = tokens - self._first_id(table.shape[0])
+        table = self.table[...]
+        local = tokens - _first_id(table.shape[0], self.tp)
         here = (local >= 0) & (local < table.shape[0])
         rows = table[jnp.where(here, local, 0)].astype(jnp.float32)
         return _sum_shards(jnp.where(here[:, None], rows, 0.0), self.tp)
 
-    def logits(self, x: jax.Array) -> jax.Array:
+
+class Head(nnx.Module):
+    """Final norm and head, which is the embedding where they are tied. The vocabulary is sharded over all devices."""
+
+    def __init__(self, config: ModelConfig, tp: int, params: Mapping[str, Any]):
+        self.config, self.tp = config, tp
+        self.final_norm = nnx.Param(params["final_norm"])
+        self.table = nnx.Param(params["embed" if config.tied else "head"])
+
+    def __call__(self, x: jax.Array) -> jax.Array:
         """x [R, D] -> this shard's logits, [V / tp, R] float32; -inf for ids that only pad the vocabulary.
 
         The vocabulary comes first because XLA:CPU multiplies a large left operand by a thin right one in half the
         time of the other order (11 ms against 22 at 49152 x 576 and 8 rows), which a final transpose would eat up.
         """
-        w = (self.embedding if self.head is None else self.head)[...]  # [V / tp, D]
+        w = self.table[...]  # [V / tp, D]
         h = rms_norm(x, self.final_norm[...], self.config.rms_eps)
         if w.dtype == jnp.float32:
             y = jnp.dot(w, h.T, precision=lax.Precision.HIGHEST)
         else:
             two = jnp.concatenate([h, h]) if h.shape[0] == 1 else h  # as in `linear`
             y = jnp.einsum("ri,vi->rv", two.astype(w.dtype), w, preferred_element_type=jnp.float32).T[:, : h.shape[0]]
-        ids = self._first_id(w.shape[0]) + jnp.arange(w.shape[0])
+        ids = _first_id(w.shape[0], self.tp) + jnp.arange(w.shape[0])
         return jnp.where(ids[:, None] < self.config.vocab_size, y, -jnp.inf)
-
-    def _first_id(self, shard: int) -> jax.Array | int:
-        return lax.axis_index(TP) * shard if self.tp > 1 else 0
 
 
 @functools.cache
@@ -153,9 +157,15 @@ def layer_graph(config: ModelConfig, tp: int) -> tuple[nnx.GraphDef[Layer], Any,
 
 
 @functools.cache
-def outer_graph(config: ModelConfig, tp: int) -> tuple[nnx.GraphDef[Outer], Any, tuple[str, ...]]:
-    """As `layer_graph`, for what is not in a layer."""
-    return _graph(lambda params: Outer(config, tp, params), list(outer_params(config, tp)))
+def embed_graph(config: ModelConfig, tp: int) -> tuple[nnx.GraphDef[Embedding], Any, tuple[str, ...]]:
+    """As `layer_graph`, for the embedding."""
+    return _graph(lambda params: Embedding(config, tp, params), list(embed_params(config, tp)))
+
+
+@functools.cache
+def head_graph(config: ModelConfig, tp: int) -> tuple[nnx.GraphDef[Head], Any, tuple[str, ...]]:
+    """As `layer_graph`, for final norm and head."""
+    return _graph(lambda params: Head(config, tp, params), list(head_params(config, tp)))
 
 
 def merge(graph: tuple[nnx.GraphDef[Any], Any, tuple[str, ...]], leaves: tuple[jax.Array, ...]) -> Any:
@@ -173,6 +183,11 @@ def _graph(build: Callable[[dict[str, Any]], nnx.Module], names: list[str]) -> A
 
 def _optional(params: Mapping[str, Any], name: str) -> nnx.Param[Any] | None:
     return nnx.Param(params[name]) if name in params else None
+
+
+def _first_id(shard: int, tp: int) -> jax.Array | int:
+    """The token id of the first row of this device's part of the vocabulary."""
+    return lax.axis_index(TP) * shard if tp > 1 else 0
 
 
 def _sum_shards(x: jax.Array, tp: int) -> jax.Array:

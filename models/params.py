@@ -46,10 +46,15 @@ class Param:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Weights:
-    """The arrays of one instance, by the names of the tables below, placed on its mesh with their specs."""
+    """The arrays of one pipeline stage, placed on its mesh with their specs.
+
+    Attributes:
+        outer: by the names of `outer_params`; what this stage holds of them.
+        layers: layer number -> the arrays of that layer, by the names of `layer_params`.
+    """
 
     outer: dict[str, jax.Array]
-    layers: list[dict[str, jax.Array]]
+    layers: dict[int, dict[str, jax.Array]]
 
 
 def layer_params(config: ModelConfig, tp: int, layer: int) -> dict[str, Param]:
@@ -87,13 +92,23 @@ def layer_params(config: ModelConfig, tp: int, layer: int) -> dict[str, Param]:
     return table
 
 
+def embed_params(config: ModelConfig, tp: int) -> dict[str, Param]:
+    """The table of the embedding, which the first stage holds."""
+    return {"embed": _vocabulary(config, tp, "model.embed_tokens.weight")}
+
+
+def head_params(config: ModelConfig, tp: int) -> dict[str, Param]:
+    """The table of final norm and head, which the last stage holds; a tied head is the embedding."""
+    norm = Param((config.hidden_size,), PartitionSpec(), ("model.norm.weight",), (0,), norm=True)
+    if config.tied:
+        return embed_params(config, tp) | {"final_norm": norm}
+    return {"final_norm": norm, "head": _vocabulary(config, tp, "lm_head.weight")}
+
+
 def outer_params(config: ModelConfig, tp: int) -> dict[str, Param]:
     """The table of what is not in a layer."""
-    V, D = padded(config.vocab_size, tp), config.hidden_size
-    table = {
-        "embed": Param((V, D), PartitionSpec(TP), ("model.embed_tokens.weight",), (0,), (1,)),
-        "final_norm": Param((D,), PartitionSpec(), ("model.norm.weight",), (0,), norm=True),
-    }
-    if not config.tied:
-        table["head"] = Param((V, D), PartitionSpec(TP), ("lm_head.weight",), (0,), (1,))
-    return table
+    return embed_params(config, tp) | head_params(config, tp)
+
+
+def _vocabulary(config: ModelConfig, tp: int, source: str) -> Param:
+    return Param((padded(config.vocab_size, tp), config.hidden_size), PartitionSpec(TP), (source,), (0,), (1,))

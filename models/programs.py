@@ -1,8 +1,9 @@
 """The compiled programs of an instance. Enters: parameter leaves, donated pages, the packed vector of a pass. Leaves:
 activations, pages updated in place, fresh KV, tokens. Called by `pdjax.instance` and by nobody else.
 
-A pass is embed -> layer groups -> head. One body serves prefill (T tokens), decode (B rows) and mixed passes (the
-linear layers run over all T + B rows, reading every weight once). A group takes its layers' leaves and pages as
+A pass is embed -> layer groups -> head; a pipeline stage without the embedding unpacks the vector instead. One body
+serves prefill (T tokens), decode (B rows) and mixed passes (the linear layers run over all T + B rows, reading every
+weight once). A group takes its layers' leaves and pages as
 arguments, so one compiled program serves all groups of a size. Programs are cached per process by what they are made
 from: engines built in turn share them and compile nothing twice.
 
@@ -22,8 +23,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pdjax.models import attention
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import POOL_SPEC, WIRE_SPEC, LayerKV
-from pdjax.models.llama import Outer, layer_graph, merge, outer_graph
-from pdjax.models.params import Weights, layer_params, outer_params
+from pdjax.models.llama import embed_graph, head_graph, layer_graph, merge
+from pdjax.models.params import Weights, embed_params, head_params, layer_params
 from pdjax.models.plan import HeadRows, PassShape, Step, page_writes, unpack_pass, write_entries
 from pdjax.models.rope import angles
 from pdjax.models.sampling import sample
@@ -40,22 +41,29 @@ class PassPrograms:
     """One pass of a given shape.
 
     Attributes:
-        embed: (outer leaves, last [slots], vector) -> (x [T + B, D], Step, HeadRows)
+        embed: (embedding leaves, last [slots], vector) -> (x [T + B, D], Step, HeadRows)
+        unpack: (vector) -> (Step, HeadRows): what a later stage needs beside the x of the one before it
         group: (columns, caches donated, x, step) -> (x, picked [R, D], caches, fresh [g, 2, T, K, H] or None);
             columns hold, for every parameter of a layer, that leaf of each layer of the group (`columns_of`)
-        head: (outer leaves, last donated, picked, head rows) -> ([2, R] int32: tokens, bits of their log
+        head: (head leaves, last donated, picked, head rows) -> ([2, R] int32: tokens, bits of their log
             probabilities; last). Every group picks the R rows, though only the last one's count, so that one head
             serves all passes of equal R.
     """
 
     embed: Callable[[Leaves, jax.Array, Any], tuple[jax.Array, Step, HeadRows]]
+    unpack: Callable[[Any], tuple[Step, HeadRows]]
     group: Callable[[Columns, Caches, jax.Array, Step], Grouped]
     head: Callable[[Leaves, jax.Array, jax.Array, HeadRows], tuple[jax.Array, jax.Array]]
 
 
-def outer_leaves(config: ModelConfig, weights: Weights, tp: int) -> Leaves:
-    """The leaves that embed and head take."""
-    return tuple(weights.outer[name] for name in outer_graph(config, tp)[2])
+def embed_leaves(config: ModelConfig, weights: Weights, tp: int) -> Leaves:
+    """The leaves that embed takes."""
+    return tuple(weights.outer[name] for name in embed_graph(config, tp)[2])
+
+
+def head_leaves(config: ModelConfig, weights: Weights, tp: int) -> Leaves:
+    """The leaves that the head takes."""
+    return tuple(weights.outer[name] for name in head_graph(config, tp)[2])
 
 
 def columns_of(config: ModelConfig, weights: Weights, tp: int, layers: Sequence[int]) -> Columns:
@@ -68,14 +76,18 @@ def columns_of(config: ModelConfig, weights: Weights, tp: int, layers: Sequence[
 def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool) -> PassPrograms:
     """The programs of one pass shape; `fresh`: groups also return the K/V of the prompt tokens."""
     tp = mesh.size
-    outer, layer = outer_graph(config, tp), layer_graph(config, tp)
-    outer_table, layer_table = outer_params(config, tp), layer_params(config, tp, 0)
-    outer_specs = tuple(outer_table[name].spec for name in outer[2])
+    embedding, layer = embed_graph(config, tp), layer_graph(config, tp)
+    embed_table, layer_table = embed_params(config, tp), layer_params(config, tp, 0)
+    embed_specs = tuple(embed_table[name].spec for name in embedding[2])
     layer_specs = tuple(layer_table[name].spec for name in layer[2])
 
     def embed(leaves: Leaves, last: jax.Array, vector: jax.Array) -> tuple[jax.Array, Step, HeadRows]:
         tokens, step, head = unpack_pass(shape, vector, last)
-        return merge(outer, leaves).embed(tokens), step, head
+        return merge(embedding, leaves)(tokens), step, head
+
+    def unpack(vector: jax.Array) -> tuple[Step, HeadRows]:
+        _, step, head = unpack_pass(shape, vector, jnp.zeros(shape.slots, jnp.int32))  # tokens are the first stage's
+        return step, head
 
     def group(columns: Columns, caches: Caches, x: jax.Array, step: Step) -> Grouped:
         cos, sin = angles(config, step.positions)
@@ -90,7 +102,8 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
 
     R = _EVERYWHERE
     return PassPrograms(
-        embed=_compiled(embed, mesh, (outer_specs, R, R), R),
+        embed=_compiled(embed, mesh, (embed_specs, R, R), R),
+        unpack=_compiled(unpack, mesh, (R,), R),
         group=_compiled(group, mesh, (layer_specs, POOL_SPEC, R, R), (R, R, POOL_SPEC, WIRE_SPEC), donate=1),
         head=_head_program(config, mesh),
     )
@@ -98,18 +111,17 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
 
 @functools.cache
 def _head_program(config: ModelConfig, mesh: Mesh) -> Any:
-    outer = outer_graph(config, mesh.size)
-    table = outer_params(config, mesh.size)
+    graph = head_graph(config, mesh.size)
+    table = head_params(config, mesh.size)
 
     def head(leaves: Leaves, last: jax.Array, picked: jax.Array, rows: HeadRows) -> tuple[jax.Array, jax.Array]:
-        model: Outer = merge(outer, leaves)
-        logits = model.logits(picked)
+        logits = merge(graph, leaves)(picked)
         tokens, scores = sample(logits, rows.sampling, rows.position, config.vocab_size, mesh.size)
         result = jnp.stack([tokens, lax.bitcast_convert_type(scores, jnp.int32)])
         return result, last.at[rows.slot].set(tokens, mode="drop")
 
     R = _EVERYWHERE
-    return _compiled(head, mesh, (tuple(table[name].spec for name in outer[2]), R, R, R), R, donate=1)
+    return _compiled(head, mesh, (tuple(table[name].spec for name in graph[2]), R, R, R), R, donate=1)
 
 
 @functools.cache

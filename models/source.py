@@ -22,6 +22,7 @@ from pdjax.models.checkpoints.safetensors import SafetensorsReader
 from pdjax.models.config import ModelConfig
 from pdjax.models.params import Weights
 from pdjax.models.presets import PRESETS
+from pdjax.models.sharding import Share
 from pdjax.models.tokenizer import Tokenizer, read_json
 
 _log = logging.getLogger("pdjax")
@@ -69,19 +70,21 @@ class Source:
             raise ValueError(f"model is {self.name!r}, an orbax folder; allowed: it is loaded as a whole")
         return self.open_reader() if self.open_reader else None
 
-    def load(self, mesh: Mesh, dtype: str, seed: int = 0) -> Weights:
-        """The weights on a mesh, in "float32" or "bfloat16". `seed` is of random weights.
+    def load(self, mesh: Mesh, dtype: str, seed: int = 0, share: Share | None = None) -> Weights:
+        """The weights on a mesh, in "float32" or "bfloat16": of one stage, or None, of the whole model.
+
+        `seed` is of random weights.
 
         Raises:
             ValueError: the checkpoint is broken or is not what its config says.
         """
         if self.orbax_folder is not None:
-            return orbax.restore(self.orbax_folder, self.config, mesh, dtype)
+            return orbax.restore(self.orbax_folder, self.config, mesh, dtype, share)
         reader = self.tensors()
         if reader is None:
-            return weights.random(self.config, mesh, dtype, seed)
+            return weights.random(self.config, mesh, dtype, seed, share)
         with contextlib.closing(reader):
-            return weights.load(reader, self.config, mesh, dtype)
+            return weights.load(reader, self.config, mesh, dtype, share)
 
 
 def resolve(model: str, *, max_len: int = 0, random_weights: bool = False) -> Source:

@@ -1,7 +1,7 @@
 """Fills the parameters of a model: from a checkpoint reader, or with reproducible random numbers.
 
-What enters is a `TensorReader` (or a seed), the config, a ("kv", "rep") mesh and a dtype; what leaves is `Weights` on
-that mesh, laid out and padded as `models.params` says. Called by `models.source`.
+What enters is a `TensorReader` (or a seed), the config, a ("kv", "rep") mesh, a dtype and the share of a pipeline
+stage; what leaves is `Weights` on that mesh, laid out and padded as `models.params` says. Called by `models.source`.
 
 Nothing is built whole first: every device's shard is filled from the rows it needs, a few MB at a time, and given to
 its device before the next one is started. So a load needs, beside the weights that stay, about one shard.
@@ -17,7 +17,8 @@ from jax.sharding import Mesh, NamedSharding
 
 from pdjax.models.checkpoints.base import TensorReader
 from pdjax.models.config import ModelConfig
-from pdjax.models.params import Param, Weights, layer_params, outer_params
+from pdjax.models.params import Param, Weights, embed_params, head_params, layer_params
+from pdjax.models.sharding import Share
 
 _BLOCK_BYTES = 8 << 20  # rows read at a time, counted in float32
 
@@ -26,13 +27,14 @@ Index = tuple[slice, ...]
 Part = Callable[[Index], Array]  # part of a parameter -> its values
 
 
-def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> Weights:
-    """Reads a checkpoint to a mesh.
+def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str, share: Share | None = None) -> Weights:
+    """Reads what one stage holds of a checkpoint to its mesh.
 
     Args:
         reader: tensors of the checkpoint.
         mesh: as `models.sharding.make_mesh` builds it.
         dtype: "float32" or "bfloat16" (rounded to nearest, ties to even). Norms are always float32.
+        share: of the stage; None: the whole model.
 
     Raises:
         ValueError: a tensor is missing, has another shape, or belongs to nothing in the model; or a file is broken.
@@ -42,7 +44,7 @@ def load(reader: TensorReader, config: ModelConfig, mesh: Mesh, dtype: str) -> W
     def fill(param: Param, exact: Param, kind: np.dtype[Any]) -> Part:
         return lambda index: _read_part(reader, exact, index, kind)
 
-    return _build(config, mesh, dtype, fill)
+    return _build(config, mesh, dtype, share, fill)
 
 
 def copy_to(weights: Weights, mesh: Mesh) -> Weights:
@@ -55,10 +57,10 @@ def copy_to(weights: Weights, mesh: Mesh) -> Weights:
     def copy(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
         return jax.device_put(arrays, {name: sharding(array) for name, array in arrays.items()})
 
-    return Weights(copy(weights.outer), [copy(layer) for layer in weights.layers])
+    return Weights(copy(weights.outer), {number: copy(layer) for number, layer in weights.layers.items()})
 
 
-def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0) -> Weights:
+def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0, share: Share | None = None) -> Weights:
     """Random weights, the same for every mesh: each parameter's numbers follow from its name and the seed.
 
     Matrices are scaled by their input size, so activations stay of order one through any number of layers.
@@ -76,12 +78,14 @@ def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0) -> Weight
         values = np.pad(values, [(0, big - small) for big, small in zip(param.shape, exact.shape, strict=True)])
         return lambda index: values[index].astype(kind)
 
-    return _build(config, mesh, dtype, fill)
+    return _build(config, mesh, dtype, share, fill)
 
 
-def tables(config: ModelConfig, tp: int) -> list[dict[str, Param]]:
-    """The parameter tables of the whole model: the outer one, then one per layer."""
-    return [outer_params(config, tp), *(layer_params(config, tp, layer) for layer in range(config.num_layers))]
+def tables(config: ModelConfig, tp: int, share: Share | None = None) -> tuple[dict[str, Param], dict[int, Any]]:
+    """The parameter tables of a stage: the outer one, and layer number -> table. None: of the whole model."""
+    share = share or Share(range(config.num_layers))
+    outer = (embed_params(config, tp) if share.first else {}) | (head_params(config, tp) if share.last else {})
+    return outer, {layer: layer_params(config, tp, layer) for layer in share.layers}
 
 
 def kind_of(param: Param, dtype: str) -> np.dtype[Any]:
@@ -89,10 +93,16 @@ def kind_of(param: Param, dtype: str) -> np.dtype[Any]:
     return np.dtype("float32") if param.norm else np.dtype(jax.numpy.dtype(dtype))
 
 
-def _build(config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, Param, np.dtype[Any]], Part]) -> Weights:
+def _build(
+    config: ModelConfig,
+    mesh: Mesh,
+    dtype: str,
+    share: Share | None,
+    fill: Callable[[Param, Param, np.dtype[Any]], Part],
+) -> Weights:
     """Makes every parameter, device by device; `fill` is told the parameter as it is on this mesh and unpadded."""
-    parts: list[dict[str, jax.Array]] = []
-    for table, exact in zip(tables(config, mesh.size), tables(config, 1), strict=True):
+
+    def made(table: dict[str, Param], exact: dict[str, Param]) -> dict[str, jax.Array]:
         arrays: dict[str, jax.Array] = {}
         for name, param in table.items():
             sharding = NamedSharding(mesh, param.spec)
@@ -107,8 +117,10 @@ def _build(config: ModelConfig, mesh: Mesh, dtype: str, fill: Callable[[Param, P
                 # Waiting keeps one shard's host copy alive, not all of them.
                 pieces += jax.block_until_ready([jax.device_put(data, device) for device in devices])
             arrays[name] = jax.make_array_from_single_device_arrays(param.shape, sharding, pieces)
-        parts.append(arrays)
-    return Weights(outer=parts[0], layers=parts[1:])
+        return arrays
+
+    (outer, layers), (outer_exact, layers_exact) = tables(config, mesh.size, share), tables(config, 1, share)
+    return Weights(made(outer, outer_exact), {i: made(layers[i], layers_exact[i]) for i in layers})
 
 
 def _unstacked(axis: int, param: Param) -> int:
@@ -159,9 +171,10 @@ def _read_part(reader: TensorReader, exact: Param, index: Index, kind: np.dtype[
 def _check(reader: TensorReader, config: ModelConfig) -> None:
     """Every tensor of the model is there with its shape, and there is no other."""
     there = reader.names()
+    outer, layers = tables(config, 1)
     expected = {
         source: _source_shape(param)
-        for table in tables(config, 1)
+        for table in (outer, *layers.values())
         for param in table.values()
         for source in param.sources
     }

@@ -10,7 +10,6 @@ import os
 from collections.abc import Callable, Sequence
 
 import jax
-from jax.sharding import Mesh
 
 from pdjax.config import EngineConfig
 from pdjax.instance import Instance
@@ -20,7 +19,7 @@ from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token, kv_dtype
 from pdjax.models.params import Weights
-from pdjax.models.sharding import make_mesh, split
+from pdjax.models.sharding import make_meshes, shares, split
 from pdjax.models.source import Source
 from pdjax.models.weights import copy_to
 from pdjax.schedulers import SCHEDULERS
@@ -55,7 +54,7 @@ def scheduler_of(config: EngineConfig) -> Scheduler:
 
 
 def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[InstanceSpec, ...]:
-    """The instances of an engine. With a colocated policy the devices of both pools, at decode_tp each.
+    """The instances of an engine. With a colocated policy the devices of both pools, at decode_pp stages of decode_tp.
 
     Raises:
         ValueError: an impossible mesh, or pages too few for one request.
@@ -64,19 +63,21 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     prefill_chunk = min(config.prefill_chunk or 256, max_len)
     decode_chunk = min(config.decode_chunk or max(prefill_chunk // 2, 1), max_len)
     prefill_rows = config.decode_max_batch if traits.prefill_decodes else 0
-    prefill = _Pool(Role.PREFILL, config.prefill_tp, config.prefill_num_pages, prefill_chunk, prefill_rows)
+    mesh = config.prefill_pp, config.prefill_tp
+    prefill = _Pool(Role.PREFILL, *mesh, config.prefill_num_pages, prefill_chunk, prefill_rows)
     chunk = decode_chunk if traits.decode_prefills else 0
-    decode = _Pool(Role.DECODE, config.decode_tp, config.decode_num_pages, chunk, config.decode_max_batch)
+    mesh = config.decode_pp, config.decode_tp
+    decode = _Pool(Role.DECODE, *mesh, config.decode_num_pages, chunk, config.decode_max_batch)
     if not traits.colocated:
         pools = [prefill] * config.prefill_instances + [decode] * config.decode_instances
     else:
-        if config.devices % config.decode_tp:
+        if config.devices % decode.devices:
             raise ValueError(
-                f"decode_tp is {config.decode_tp}; allowed: a divisor of the {config.devices} devices of both pools, "
-                "since colocated instances use them all"
+                f"decode_pp * decode_tp is {decode.pp} * {decode.tp}; allowed: a divisor of the {config.devices} "
+                "devices of both pools, since colocated instances use them all"
             )
         mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
-        pools = [mixed] * (config.devices // config.decode_tp)
+        pools = [mixed] * (config.devices // decode.devices)
     return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
 
 
@@ -114,20 +115,28 @@ def build(
     """Loads the weights onto every instance's mesh, compiles its programs and fits its latency model."""
     devices = devices_for(sum(spec.devices for spec in specs))
     instances, models = [], []
-    loaded: dict[int, Weights] = {}
+    loaded: dict[tuple[int, int], list[Weights]] = {}
     sizes = {size for spec in specs for size in wire_buckets(spec.max_chunk, config.stream_layers > 0)}
+    cuts = {share.layers[0] for spec in specs for share in shares(source.config.num_layers, spec.pp)}
     for spec in specs:
         mine, devices = devices[: spec.devices], devices[spec.devices :]
-        mesh: Mesh = make_mesh(source.config, mine)
-        # Files are read once per tp; other replicas copy from device to device.
-        known = loaded.get(mesh.size)
-        weights = loaded[mesh.size] = source.load(mesh, dtype_of(config)) if known is None else copy_to(known, mesh)
+        meshes = make_meshes(source.config, mine, spec.pp)
+        # Files are read once per (pp, tp); other replicas copy from device to device.
+        known = loaded.get((spec.pp, spec.devices))
+        if known is None:
+            held = shares(source.config.num_layers, spec.pp)
+            pairs = zip(meshes, held, strict=True)
+            weights = [source.load(mesh, dtype_of(config), share=share) for mesh, share in pairs]
+        else:
+            weights = [copy_to(stage, mesh) for stage, mesh in zip(known, meshes, strict=True)]
+        loaded[spec.pp, spec.devices] = weights
         instance = Instance(
             spec,
             source.config,
             weights,
-            mesh,
+            meshes,
             stream_layers=config.stream_layers,
+            cuts=sorted(cuts),
             peer_buckets=sorted(sizes),
             exchanges=any(spec.role is not Role.MIXED for spec in specs),
         )
@@ -150,22 +159,28 @@ def transport_of(config: EngineConfig, instances: Sequence[Instance]) -> Transpo
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Pool:
     role: Role
+    pp: int
     tp: int
     num_pages: int
     chunk: int
     rows: int
 
+    @property
+    def devices(self) -> int:
+        return self.pp * self.tp
+
 
 def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max_len: int) -> InstanceSpec:
+    side = "prefill" if pool.role is Role.PREFILL else "decode"
     try:
         split(model, pool.tp)
+        shares(model.num_layers, pool.pp)
     except ValueError as error:
-        raise ValueError(f"{'decode' if pool.role is not Role.PREFILL else 'prefill'}_{error}") from None
+        raise ValueError(f"{side}_{error}") from None
     one = -(-max_len // config.page_size)
     usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
     pages = pool.num_pages or 1 + max(one, usual * (pool.rows or 2 * config.prefill_max_batch))
     if pages - 1 < one:
-        side = "prefill" if pool.role is Role.PREFILL else "decode"
         raise ValueError(
             f"{side}_num_pages is {pages}; allowed: at least {one + 1} for one request of max_model_len = {max_len} "
             f"tokens at page_size = {config.page_size} (page 0 is never given out)"
@@ -173,7 +188,9 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max
     return InstanceSpec(
         index=index,
         role=pool.role,
-        devices=pool.tp,
+        devices=pool.devices,
+        pp=pool.pp,
+        max_in_flight=pool.pp + 1,
         max_rows=pool.rows,
         max_chunk=pool.chunk,
         max_chunks=config.prefill_max_batch,

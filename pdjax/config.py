@@ -21,7 +21,8 @@ class EngineConfig:
         scheduler: "colocated", "colocated_chunked", "disaggregated", "dynamic", or an object with the methods of
             `pdjax.schedulers.Scheduler`.
         prefill_instances, decode_instances: how many of each.
-        prefill_tp, decode_tp: devices of one instance.
+        prefill_pp, decode_pp: pipeline stages of one instance; each holds a run of the layers.
+        prefill_tp, decode_tp: devices of one stage.
         prefill_chunk, decode_chunk: most prompt tokens in one iteration of such an instance; 0: chosen from the
             context length.
         prefill_max_batch: most prompts in one iteration of an instance.
@@ -43,6 +44,8 @@ class EngineConfig:
     scheduler: Any = "disaggregated"
     prefill_instances: int = 1
     decode_instances: int = 1
+    prefill_pp: int = 1
+    decode_pp: int = 1
     prefill_tp: int = 1
     decode_tp: int = 1
     prefill_chunk: int = 0
@@ -69,6 +72,8 @@ class EngineConfig:
         for name in (
             "prefill_instances",
             "decode_instances",
+            "prefill_pp",
+            "decode_pp",
             "prefill_tp",
             "decode_tp",
             "prefill_max_batch",
@@ -95,4 +100,5 @@ class EngineConfig:
     @property
     def devices(self) -> int:
         """Of both pools together; colocated instances use as many."""
-        return self.prefill_instances * self.prefill_tp + self.decode_instances * self.decode_tp
+        prefill = self.prefill_instances * self.prefill_pp * self.prefill_tp
+        return prefill + self.decode_instances * self.decode_pp * self.decode_tp

@@ -1,54 +1,53 @@
-"""One model replica on its mesh: pages, decode rows and compiled programs. Enters: commands of the controller and KV
+"""One model replica: pipeline stages, decode rows and compiled programs. Enters: commands of the controller and KV
 units of peers, through one lane thread. Leaves: tokens (as `Pending`, still being computed) and KV units.
 
 An instance obeys: pages and slots come with the commands, it checks none of them. Nothing here waits for a device but
-`Pending.wait`. The host side of a pass is numpy only: one packed vector goes to the device, one vector of tokens comes
-back, and every other value stays there.
+`Pending.wait`. The host side of a pass is numpy only: one packed vector goes to each stage, one array of tokens comes
+back, and every other value stays on the devices: activations go from stage to stage, the last token of each row from
+the last stage to the first. So the first stage starts the next chunk while later ones compute this one.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import numpy as np
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from pdjax.latency import Load
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
 from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, slice_sizes, wire_buckets
 from pdjax.models.config import ModelConfig
-from pdjax.models.kv import WIRE_SPEC, LayerKV, kv_dtype, make_pool
+from pdjax.models.kv import LayerKV, kv_dtype
 from pdjax.models.params import Weights
 from pdjax.models.plan import SAMPLING_WORDS, PassShape, RowArrays, pack_pass, sampling_words, table_of
-from pdjax.models.programs import (
-    Columns,
-    PassPrograms,
-    columns_of,
-    extract_program,
-    insert_program,
-    outer_leaves,
-    pack_insert,
-    pass_programs,
-    slice_program,
-)
+from pdjax.models.programs import PassPrograms, pass_programs, slice_program
+from pdjax.models.sharding import shares
 from pdjax.request import SamplingParams
+from pdjax.stage import Layers, Stage
 from pdjax.transfer.base import Unit, UnitHeader
 from pdjax.warmup import Progress, warm_up
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Pending:
-    """The tokens of an iteration, maybe still being computed."""
+    """The tokens of an iteration, maybe still being computed.
 
+    `done`: a result of the last stage; what an iteration that samples nothing is over with.
+    """
+
+    done: jax.Array | None  # None: there was nothing to do
     tokens: jax.Array | None  # [2, R]: tokens, bits of their log probabilities (0 where nobody wants them)
     slots: tuple[int, ...]  # of the decode rows, which are the last of the R rows
     firsts: tuple[tuple[int, int], ...]  # (request, index into tokens)
     first_row: int  # index of the first decode row
 
     def wait(self) -> Sampled:
-        """Blocks until the tokens are here."""
+        """Blocks until the tokens are here, or without any, until the iteration is computed."""
         if self.tokens is None:
+            jax.block_until_ready(self.done)
             return Sampled((), ())
         values, bits = np.asarray(self.tokens)
         tokens = values.tolist()
@@ -66,8 +65,10 @@ class Instance:
 
     Args:
         spec: its limits; empty bucket fields are chosen by `pdjax.models.buckets`.
-        weights: placed on `mesh` with the specs of `pdjax.models.params`.
+        weights: of each stage, as `pdjax.models.sharding.shares` cuts the model, placed on its mesh.
+        meshes: of the stages, ("kv", "rep") each.
         stream_layers: layers per group, the unit of streaming; 0: nothing streams, groups of about 3.
+        cuts: where stages begin, its own and those of its peers: no group may cross one.
         peer_buckets: padded token counts of the units that peers may send (`pdjax.models.buckets.wire_buckets`).
         exchanges: False for an instance that never sends or takes KV: nothing is compiled for it.
     """
@@ -76,14 +77,15 @@ class Instance:
         self,
         spec: InstanceSpec,
         config: ModelConfig,
-        weights: Weights,
-        mesh: Mesh,
+        weights: Sequence[Weights],
+        meshes: Sequence[Mesh],
         *,
         stream_layers: int = 0,
+        cuts: Sequence[int] = (),
         peer_buckets: Sequence[int] = (),
         exchanges: bool = True,
     ):
-        self.spec, self.config, self.mesh = spec, config, mesh
+        self.spec, self.config = spec, config
         self.buckets = Buckets(
             spec.chunk_buckets or chunk_buckets(spec.max_chunk), spec.row_buckets or row_buckets(spec.max_rows)
         )
@@ -91,18 +93,33 @@ class Instance:
         sizes = sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets})
         self._insert_sizes = tuple(sizes) if exchanges and spec.max_rows else ()
         self._extract_sizes = wire_buckets(spec.max_chunk, streams=False) if exchanges else ()
-        self.kv_sharding = NamedSharding(mesh, WIRE_SPEC)
-        self.kv_shardings = (self.kv_sharding,) * config.num_layers
-        self._outer = outer_leaves(config, weights, mesh.size)
-        self._groups: list[tuple[tuple[int, ...], Columns]] = [
-            (layers, columns_of(config, weights, mesh.size, layers))
-            for layers in layer_groups(config.num_layers, stream_layers)
+        self._weights_dtype = next(iter(weights[0].layers.values()))["wq"].dtype
+        held = shares(config.num_layers, len(meshes))
+        groups = layer_groups(config.num_layers, stream_layers, {*cuts, *(share.layers[0] for share in held)})
+        self._stages = [
+            Stage(
+                share,
+                config,
+                mine,
+                mesh,
+                groups,
+                page_size=spec.page_size,
+                num_pages=spec.num_pages,
+                dtype=kv_dtype(self._weights_dtype, mesh.devices.flat),
+            )
+            for share, mine, mesh in zip(held, weights, meshes, strict=True)
         ]
-        self._weights_dtype = weights.layers[0]["wq"].dtype
-        self._dtype = kv_dtype(self._weights_dtype, mesh.devices.flat)
-        self._pool = make_pool(config, mesh, spec.num_pages, spec.page_size, self._dtype)
-        self._last = jax.device_put(np.zeros(spec.max_rows + 1, np.int32), NamedSharding(mesh, PartitionSpec()))
+        self._stage_of = {layer: stage for stage in self._stages for layer in stage.share.layers}
+        # The last token of each slot: the last stage writes it, the first stage reads its copy.
+        self._last = self._stages[-1].carry(np.zeros(spec.max_rows + 1, np.int32))
+        self._held = self._copy_of_last()
         self._rows = _Rows(spec.max_rows, spec.pages_for(spec.max_model_len))
+        self._insert_s: dict[tuple[int, int], float] = {}  # (layers, padded tokens) -> seconds
+
+    @property
+    def kv_shardings(self) -> tuple[NamedSharding, ...]:
+        """Of the units that hold a layer, by layer."""
+        return tuple(self._stage_of[layer].kv_sharding for layer in range(self.config.num_layers))
 
     def run(self, iteration: Iteration, emit: Callable[[Unit], None]) -> Pending:
         """Changes the batch, then dispatches the pass without waiting; offers streamed chunks group by group."""
@@ -112,22 +129,21 @@ class Instance:
 
     def extract(self, transfer: StartTransfer) -> Iterator[Unit]:
         """The KV of a whole transfer as fresh arrays, one unit per token slice and layer group, read when asked for."""
-        P, buckets = self.spec.page_size, self._extract_sizes
+        buckets = self._extract_sizes
         for start in range(0, transfer.tokens, buckets[-1]):
             n = min(buckets[-1], transfer.tokens - start)
             T = next(size for size in buckets if size >= n)
-            pages = table_of(transfer.src_pages[start // P :][: _span(T, P)], _span(T, P))
-            for layers, _ in self._groups:
-                kv = extract_program(self.mesh, T)(self._caches(layers), pages, np.int32(start % P))
-                yield self._unit(transfer.key, layers, start, n, kv)
+            for stage in self._stages:
+                for layers, kv in stage.extract(start, T, transfer.src_pages):
+                    yield _unit(transfer.key, layers, start, n, kv)
 
     def insert(self, unit: Unit, pages: tuple[int, ...]) -> None:
-        """Writes a unit, which lies on this mesh with `kv_sharding`, into the pages of its request's block table."""
-        header, P = unit.header, self.spec.page_size
-        T = header.shape[2]
-        layers = range(header.layer, header.layer + header.layers)
-        vector = pack_insert(P, T, header.start, header.tokens, pages)
-        self._keep(layers, insert_program(self.mesh, P, T)(self._caches(layers), vector, unit.kv))
+        """Writes a unit, sharded as `kv_shardings` say for its layers, into the pages of its request's block table."""
+        self._stage_of[unit.header.layer].insert(unit, pages)
+
+    def insert_s(self, unit: Unit) -> float:
+        """Seconds that `insert` takes on the device, as measured at warm-up; inf if it was not."""
+        return self._insert_s.get((unit.header.layers, unit.header.shape[2]), math.inf)
 
     def rehearse(self, load: Load) -> Pending:
         """Dispatches a pass of this load that changes no page and no slot: warm-up and measurements use it."""
@@ -140,20 +156,23 @@ class Instance:
 
     def kind_of(self, load: Load) -> tuple[Any, ...]:
         """Equal for instances on which the load takes equal time: other meshes and pools of the same kind."""
-        kind = self.mesh.size, self.mesh.devices.flat[0].device_kind, self._weights_dtype
+        mesh = self._stages[0].mesh
+        kind = len(self._stages), mesh.size, mesh.devices.flat[0].device_kind, self._weights_dtype
         return self.config, self._shape_of(load), self.spec.page_size, *kind
 
     def _shape_of(self, load: Load) -> tuple[int, int]:
         return self.buckets.program_for(sum(tokens for tokens, _ in load.chunks), load.rows)
 
     def rehearse_transfers(self) -> None:
-        """Calls every program of `insert`, `extract` and streaming once, with no token to write, and waits."""
+        """Calls every program of `insert`, `extract` and streaming, waits, and measures inserts. Changes no page."""
         for name, fn, args in self._transfer_programs():
             if not name.startswith("insert"):
                 jax.block_until_ready(fn(*args))
-        for layers, _ in self._group_sizes():
-            for T in self._insert_sizes:
-                self.insert(self._blank_unit(layers, T), ())
+        pages = tuple(range(1, self.spec.num_pages))
+        for stage in self._stages:
+            for layers, _, _ in stage.group_sizes():
+                for T in self._insert_sizes:
+                    self._insert_s[len(layers), T] = stage.rehearse_insert(layers, T, pages[: self.spec.pages_for(T)])
 
     def warmup(self, progress: Progress | None = None) -> list[tuple[Load, float]]:
         """Compiles every program by calling it, and measures: see `pdjax.warmup.warm_up`."""
@@ -166,29 +185,39 @@ class Instance:
             load = Load(((T, 0),) if T else (), B, B, min(B, 1))
             chunks, rows = self._rehearsal(load)
             shape, programs = self._programs(T, B)
-            args = (self._outer, self._last, pack_pass(shape, chunks, rows, dry=True))
-            yield f"embed {T}+{B}", programs.embed, args
-            x, step, head = programs.embed(*args)
-            for layers, columns in self._group_sizes():
-                yield f"group of {len(layers)} {T}+{B}", programs.group, (columns, self._caches(layers), x, step)
+            vector = pack_pass(shape, chunks, rows, dry=True)
+            for number, (stage, its) in enumerate(zip(self._stages, programs, strict=True)):
+                name = f"{T}+{B}{self._where(number)}"
+                if stage.share.first:
+                    args = (stage.embedding, self._held, vector)
+                    yield f"embed {name}", its.embed, args
+                    x, step, head = its.embed(*args)
+                else:
+                    yield f"unpack {name}", its.unpack, (vector,)
+                    x, (step, head) = stage.carry(x), its.unpack(vector)
+                for layers, columns, caches in stage.group_sizes():
+                    yield f"group of {len(layers)} {name}", its.group, (columns, caches, x, step)
             if shape.sampled not in heads:
                 heads.add(shape.sampled)
-                picked = jax.device_put(np.zeros((shape.sampled, x.shape[1]), np.float32), x.sharding)
-                yield f"head {shape.sampled}", programs.head, (self._outer, self._last, picked, head)
+                picked = stage.carry(np.zeros((shape.sampled, x.shape[1]), np.float32))
+                yield f"head {shape.sampled}", its.head, (stage.head, self._last, picked, head)
         yield from self._transfer_programs()
 
     def fill_pages(self, pages: Sequence[int], value: float) -> None:
         """Overwrites whole pages, for tests. Goes through the host."""
-        for i, cache in enumerate(self._pool):
-            arrays = [np.array(array) for array in cache]
-            for array in arrays:
-                array[list(pages)] = value
-            self._pool[i] = LayerKV(*(jax.device_put(a, old.sharding) for a, old in zip(arrays, cache, strict=True)))
+        for stage in self._stages:
+            for layer, cache in stage.pool.items():
+                arrays = [np.array(array) for array in cache]
+                for array in arrays:
+                    array[list(pages)] = value
+                put = (jax.device_put(a, old.sharding) for a, old in zip(arrays, cache, strict=True))
+                stage.pool[layer] = LayerKV(*put)
 
     def read_kv(self, pages: Sequence[int], tokens: int) -> np.ndarray:
-        """The first `tokens` tokens of a block table, [L, 2, tokens, K, H], for tests. Goes through the host."""
+        """The first `tokens` tokens of a block table, [L, 2, tokens, K, H]. Goes through the host."""
         table, layers = list(pages), []
-        for cache in self._pool:
+        for layer, stage in sorted(self._stage_of.items()):
+            cache = stage.pool[layer]
             k = np.asarray(cache.k)[table].transpose(0, 3, 1, 2)  # [M, P, K, H]
             v = np.asarray(cache.v)[table].transpose(0, 2, 1, 3)
             layers.append(np.stack([a.reshape(-1, *a.shape[2:])[:tokens] for a in (k, v)]))
@@ -202,22 +231,33 @@ class Instance:
         tokens = sum(len(chunk.tokens) for chunk in chunks)
         T, B = self.buckets.program_for(tokens, 0 if rows is None else len(rows.slots))
         if not T and not B:
-            return Pending(None, (), (), 0)
+            return Pending(None, None, (), (), 0)
         shape, programs = self._programs(T, B)
-        x, step, head = programs.embed(self._outer, self._last, pack_pass(shape, chunks, rows, dry=dry))
+        vector = pack_pass(shape, chunks, rows, dry=dry)
         streamed = [(at, chunk) for at, chunk in _offsets(chunks) if chunk.stream is not None]
-        for layers, columns in self._groups:
-            x, picked, caches, fresh = programs.group(columns, self._caches(layers), x, step)
-            self._keep(layers, caches)
+
+        def offer(layers: Layers, fresh: Any) -> None:
             for at, chunk in streamed:
                 emit(self._fresh_unit(chunk, at, layers, T, fresh, packed=len(chunks) > 1))
+
+        for stage, its in zip(self._stages, programs, strict=True):
+            if stage.share.first:
+                x, step, head = its.embed(stage.embedding, self._held, vector)
+            else:
+                x, (step, head) = stage.carry(x), its.unpack(vector)
+            x, picked = stage.run(its, x, step, offer)
         firsts = tuple((chunk.request, i) for i, chunk in enumerate(chunks) if chunk.last)
         if not B and not firsts:
-            return Pending(None, (), (), 0)
-        result, self._last = programs.head(self._outer, self._last, picked, head)
+            return Pending(x, None, (), (), 0)
+        result, self._last = its.head(stage.head, self._last, picked, head)
+        self._held = self._copy_of_last()
         result.copy_to_host_async()
         slots = () if rows is None else tuple(rows.slots.tolist())
-        return Pending(result, slots, firsts, shape.sampled - B)
+        return Pending(x, result, slots, firsts, shape.sampled - B)
+
+    def _copy_of_last(self) -> jax.Array:
+        first = self._stages[0]
+        return self._last if first.share.last else first.carry(self._last)
 
     def _rehearsal(self, load: Load) -> tuple[list[Chunk], RowArrays | None]:
         spec, width = self.spec, self.spec.pages_for(self.spec.max_model_len)
@@ -241,58 +281,31 @@ class Instance:
         return chunks, rows
 
     def _transfer_programs(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        P = self.spec.page_size
-        for layers, _ in self._group_sizes():
-            caches, g = self._caches(layers), len(layers)
-            for T in self._insert_sizes:
-                vector = pack_insert(P, T, 0, 0, ())
-                yield (
-                    f"insert {g}x{T}",
-                    insert_program(self.mesh, P, T),
-                    (caches, vector, self._blank_unit(layers, T).kv),
-                )
-            for T in self._extract_sizes:
-                pages = np.zeros(_span(T, P), np.int32)
-                yield f"extract {g}x{T}", extract_program(self.mesh, T), (caches, pages, np.int32(0))
-            for T in self.buckets.chunks if self.streams else ():
-                fresh = self._blank_unit(layers, T).kv
-                for size in slice_sizes(self.buckets.chunks, T) if self.spec.max_chunks > 1 else ():
-                    yield f"slice {g}x{T}:{size}", slice_program(self.mesh, size), (fresh, np.int32(0))
+        sizes, packs = self.buckets.chunks if self.streams else (), self.spec.max_chunks > 1
+        slices = [(T, size) for T in sizes for size in (slice_sizes(self.buckets.chunks, T) if packs else ())]
+        for number, stage in enumerate(self._stages):
+            for name, fn, args in stage.transfer_programs(self._insert_sizes, self._extract_sizes, slices):
+                yield name + self._where(number), fn, args
 
-    def _group_sizes(self) -> list[tuple[tuple[int, ...], Columns]]:
-        """One group of every size: programs are the same for groups of equal size."""
-        return list({len(layers): (layers, columns) for layers, columns in self._groups}.values())
+    def _where(self, stage: int) -> str:
+        return f" of stage {stage}" if len(self._stages) > 1 else ""
 
-    def _blank_unit(self, layers: Sequence[int], tokens: int) -> Unit:
-        shape = (len(layers), 2, tokens, self.config.num_kv_heads, self.config.head_dim)
-        kv = jax.device_put(np.zeros(shape, self._dtype), self.kv_sharding)
-        return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, shape, str(self._dtype)), kv)
-
-    def _programs(self, T: int, B: int) -> tuple[PassShape, PassPrograms]:
+    def _programs(self, T: int, B: int) -> tuple[PassShape, tuple[PassPrograms, ...]]:
+        """The shape of a pass and each stage's programs of it."""
         spec = self.spec
         prompts = spec.max_chunks if T else 0
         table = spec.pages_for(spec.max_model_len)
         shape = PassShape(T, B, prompts, table, spec.page_size, spec.num_pages, spec.max_rows + 1)
-        return shape, pass_programs(self.config, self.mesh, shape, self.streams)
+        return shape, tuple(pass_programs(self.config, stage.mesh, shape, self.streams) for stage in self._stages)
 
-    def _caches(self, layers: Sequence[int]) -> tuple[LayerKV, ...]:
-        return tuple(self._pool[layer] for layer in layers)
-
-    def _keep(self, layers: Sequence[int], caches: Sequence[LayerKV]) -> None:
-        for layer, cache in zip(layers, caches, strict=True):
-            self._pool[layer] = cache
-
-    def _fresh_unit(self, chunk: Chunk, at: int, layers: tuple[int, ...], T: int, fresh: Any, *, packed: bool) -> Unit:
+    def _fresh_unit(self, chunk: Chunk, at: int, layers: Layers, T: int, fresh: Any, *, packed: bool) -> Unit:
+        """A chunk's KV, cut out of its pass where that has other chunks too."""
         n = len(chunk.tokens)
         if packed:
             size = next(size for size in slice_sizes(self.buckets.chunks, T) if size >= n)
-            fresh = slice_program(self.mesh, size)(fresh, np.int32(at))
+            fresh = slice_program(self._stage_of[layers[0]].mesh, size)(fresh, np.int32(at))
         assert chunk.stream is not None
-        return self._unit(chunk.stream, layers, chunk.start, n, fresh)
-
-    def _unit(self, key: int, layers: tuple[int, ...], start: int, tokens: int, kv: jax.Array) -> Unit:
-        header = UnitHeader(key, layers[0], len(layers), start, tokens, kv.shape, str(kv.dtype))
-        return Unit(header, kv)
+        return _unit(chunk.stream, layers, chunk.start, n, fresh)
 
 
 class _Rows:
@@ -343,6 +356,5 @@ def _offsets(chunks: Sequence[Chunk]) -> Iterator[tuple[int, Chunk]]:
         at += len(chunk.tokens)
 
 
-def _span(tokens: int, page_size: int) -> int:
-    """Most pages that `tokens` consecutive tokens touch."""
-    return -(-(tokens + page_size - 1) // page_size)
+def _unit(key: int, layers: Layers, start: int, tokens: int, kv: jax.Array) -> Unit:
+    return Unit(UnitHeader(key, layers[0], len(layers), start, tokens, kv.shape, str(kv.dtype)), kv)

@@ -13,7 +13,7 @@ from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Role
 from pdjax.models import source, weights
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token
-from pdjax.models.sharding import make_mesh
+from pdjax.models.sharding import make_meshes, shares
 from pdjax.request import SamplingParams
 
 GREEDY = SamplingParams(temperature=0.0)
@@ -36,16 +36,23 @@ def spec(model: ModelConfig, **changes) -> InstanceSpec:
 def small(*, stream_layers: int = 1, first_device: int = 0, model: ModelConfig = SMALL, **changes) -> Instance:
     """An instance of a small random model; one layer per group, which compiles fastest."""
     limits = spec(model, **changes)
-    mesh = make_mesh(model, jax.devices()[first_device : first_device + limits.devices])
-    return Instance(limits, model, weights.random(model, mesh, "float32"), mesh, stream_layers=stream_layers)
+    meshes, held = _stages(model, limits, first_device)
+    loaded = [weights.random(model, mesh, "float32", share=share) for mesh, share in zip(meshes, held, strict=True)]
+    return Instance(limits, model, loaded, meshes, stream_layers=stream_layers)
 
 
 def stories(**changes) -> Instance:
     """An instance of stories260K."""
     found = source.resolve(str(SHARED / "stories260k-hf"))
     limits = spec(found.config, **({"max_model_len": 256} | changes))
-    mesh = make_mesh(found.config, jax.devices()[: limits.devices])
-    return Instance(limits, found.config, found.load(mesh, "float32"), mesh, stream_layers=1)
+    meshes, held = _stages(found.config, limits)
+    loaded = [found.load(mesh, "float32", share=share) for mesh, share in zip(meshes, held, strict=True)]
+    return Instance(limits, found.config, loaded, meshes, stream_layers=1)
+
+
+def _stages(model: ModelConfig, limits: InstanceSpec, first_device: int = 0):
+    devices = jax.devices()[first_device : first_device + limits.devices]
+    return make_meshes(model, devices, limits.pp), shares(model.num_layers, limits.pp)
 
 
 def references() -> dict[str, dict]:

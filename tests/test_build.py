@@ -116,7 +116,10 @@ def test_colocated_instances_use_the_devices_of_both_pools(prefill, decode, coun
 
 def test_colocated_devices_that_do_not_divide_are_refused():
     refused(
-        "decode_tp is 2; allowed: a divisor of the 3 devices of both pools", specs, scheduler="colocated", decode_tp=2
+        "decode_pp * decode_tp is 1 * 2; allowed: a divisor of the 3 devices of both pools",
+        specs,
+        scheduler="colocated",
+        decode_tp=2,
     )
 
 

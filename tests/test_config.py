@@ -10,6 +10,8 @@ from pdjax.config import DTYPES, TRANSFERS, EngineConfig
 AT_LEAST_ONE = (
     "prefill_instances",
     "decode_instances",
+    "prefill_pp",
+    "decode_pp",
     "prefill_tp",
     "decode_tp",
     "prefill_max_batch",

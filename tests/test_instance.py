@@ -30,7 +30,9 @@ def transfer(source, request, target_request, tokens, target=None):
 
 def moved(units, target):
     """The units on the target's mesh, as a transport leaves them there."""
-    return [dataclasses.replace(unit, kv=jax.device_put(unit.kv, target.kv_sharding)) for unit in units]
+    return [
+        dataclasses.replace(unit, kv=jax.device_put(unit.kv, target.kv_shardings[unit.header.layer])) for unit in units
+    ]
 
 
 @pytest.mark.parametrize(("chunk", "page_size"), [(7, 1), (16, 7), (5, 64)])

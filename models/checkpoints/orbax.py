@@ -18,6 +18,7 @@ from jax.sharding import Mesh, NamedSharding
 from pdjax.models import weights
 from pdjax.models.config import ModelConfig, RopeScaling
 from pdjax.models.params import Weights
+from pdjax.models.sharding import Share
 
 MANIFEST, WEIGHTS = "pdjax.json", "weights"
 _FORMAT = 1
@@ -46,22 +47,24 @@ def read_config(folder: Path) -> ModelConfig:
         raise ValueError(f"{path}: not a manifest of pdjax: {error}") from None
 
 
-def restore(folder: Path, config: ModelConfig, mesh: Mesh, dtype: str) -> Weights:
-    """The weights on a mesh, in "float32" or "bfloat16"; norms in float32.
+def restore(folder: Path, config: ModelConfig, mesh: Mesh, dtype: str, share: Share | None = None) -> Weights:
+    """The weights of one stage (None: of the whole model) on its mesh, in "float32" or "bfloat16"; norms in float32.
 
     Raises:
         ValueError: an array is missing, has another shape, belongs to nothing, or cannot be read.
     """
     path = (folder / WEIGHTS).absolute()
-    tables, exact = weights.tables(config, mesh.size), weights.tables(config, 1)
+    outer, layers = weights.tables(config, mesh.size, share)
     with _checkpointer() as checkpointer:
         stored = checkpointer.metadata(path).item_metadata if path.is_dir() else None
         if stored is None:
             raise ValueError(f"{path}: not an orbax checkpoint, or its index is broken")
-        _check(path, stored.tree, _parts(exact[0], exact[1:]))
-        restored = []
+        _check(path, stored.tree, _parts(*weights.tables(config, 1)))
+        restored = {}
         # One layer at a time bounds what is in memory twice.
-        for name, table in _parts(tables[0], tables[1:]).items():
+        for name, table in _parts(outer, layers).items():
+            if not table:
+                continue  # a stage between the ends
             restore_args = {
                 key: ocp.ArrayRestoreArgs(
                     sharding=NamedSharding(mesh, param.spec),
@@ -76,19 +79,23 @@ def restore(folder: Path, config: ModelConfig, mesh: Mesh, dtype: str) -> Weight
             }
             args = ocp.args.PyTreeRestore(item={name: item}, restore_args={name: restore_args}, partial_restore=True)
             try:
-                restored.append(checkpointer.restore(path, args=args)[name])
+                restored[name] = checkpointer.restore(path, args=args)[name]
             except Exception as error:  # orbax raises plain Exception, with the reason as its cause
                 reason = str(error.__cause__ or error).splitlines()[0]
                 raise ValueError(f"{path}: cannot restore {name!r}: {reason}") from error
-    return Weights(outer=restored[0], layers=restored[1:])
+    return Weights(restored.get("outer", {}), {layer: restored[_layer(layer)] for layer in layers})
 
 
 def _checkpointer() -> Any:
     return ocp.Checkpointer(ocp.PyTreeCheckpointHandler())
 
 
-def _parts(outer: Any, layers: list[Any]) -> dict[str, Any]:
-    return {"outer": outer} | {f"layers.{i}": layer for i, layer in enumerate(layers)}
+def _parts(outer: Any, layers: dict[int, Any]) -> dict[str, Any]:
+    return {"outer": outer} | {_layer(number): layer for number, layer in layers.items()}
+
+
+def _layer(number: int) -> str:
+    return f"layers.{number}"
 
 
 def _check(path: Path, stored: Any, expected: dict[str, Any]) -> None:

@@ -28,7 +28,7 @@ def assert_same_model(first, second, dtype, tps):
 
 def load(found, tp, dtype):
     weights = found.load(make_mesh(found.config, jax.devices()[:tp]), dtype)
-    return [weights.outer, *weights.layers]
+    return [weights.outer, *weights.layers.values()]
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])

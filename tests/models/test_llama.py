@@ -12,9 +12,9 @@ from pdjax.messages import Chunk
 from pdjax.models import source, weights
 from pdjax.models.config import ModelConfig, RopeScaling
 from pdjax.models.kv import make_pool
-from pdjax.models.llama import merge, outer_graph
+from pdjax.models.llama import head_graph, merge
 from pdjax.models.plan import PassShape, pack_pass
-from pdjax.models.programs import columns_of, outer_leaves, pass_programs
+from pdjax.models.programs import columns_of, embed_leaves, head_leaves, pass_programs
 from pdjax.models.sharding import make_mesh
 from pdjax.request import SamplingParams
 
@@ -42,11 +42,11 @@ def paged_logits(config, dtype, devices=1, tokens=TOKENS, load=None) -> np.ndarr
     programs = pass_programs(config, mesh, shape, False)
     last = jax.device_put(np.zeros(1, np.int32), NamedSharding(mesh, PartitionSpec()))
     chunk = Chunk(0, tuple(tokens), 0, (1, 2, 3), 0, True, SamplingParams(temperature=0.0))
-    x, step, _ = programs.embed(outer_leaves(config, loaded, devices), last, pack_pass(shape, [chunk], None))
+    x, step, _ = programs.embed(embed_leaves(config, loaded, devices), last, pack_pass(shape, [chunk], None))
     columns = columns_of(config, loaded, devices, range(config.num_layers))
     _, picked, _, _ = programs.group(columns, tuple(make_pool(config, mesh, 4, 8, np.float32)), x, step)
-    leaves, graph = outer_leaves(config, load(first, dtype), 1), outer_graph(config, 1)
-    return np.asarray(jax.jit(lambda leaves, x: merge(graph, leaves).logits(x))(leaves, np.asarray(picked)))[:, 0]
+    leaves, graph = head_leaves(config, load(first, dtype), 1), head_graph(config, 1)
+    return np.asarray(jax.jit(lambda leaves, x: merge(graph, leaves)(x))(leaves, np.asarray(picked)))[:, 0]
 
 
 def dense_logits(config: ModelConfig) -> np.ndarray:
@@ -72,7 +72,7 @@ def dense_logits(config: ModelConfig) -> np.ndarray:
         return np.concatenate([z.real, z.imag], -1)
 
     x = outer["embed"][TOKENS]
-    for layer in loaded.layers:
+    for layer in loaded.layers.values():
         w = {name: np.asarray(a, np.float64) for name, a in layer.items()}
         h = norm(x, w["attn_norm"])
         q = np.einsum("td,dkgh->tkgh", h, w["wq"]) + w.get("bq", 0)

@@ -23,7 +23,7 @@ mesh = make_mesh(found.config, jax.devices()[: int(sys.argv[2])])
 jax.block_until_ready([jax.device_put(np.ones(8), device) for device in jax.devices()])
 before = status("VmRSS")
 weights = found.load(mesh, "bfloat16")
-arrays = [array for part in (weights.outer, *weights.layers) for array in part.values()]
+arrays = [array for part in (weights.outer, *weights.layers.values()) for array in part.values()]
 resident = sum(shard.data.nbytes for array in arrays for shard in array.addressable_shards)
 largest = weights.outer["embed"].nbytes
 print(status("VmHWM") - before - resident, 2 * largest + (64 << 20), resident)

@@ -21,7 +21,7 @@ def load(model, tp, dtype="float32"):
 
 
 def parts(weights):
-    return [weights.outer, *weights.layers]
+    return [weights.outer, *weights.layers.values()]
 
 
 @pytest.fixture(scope="module")

@@ -87,7 +87,7 @@ def test_every_parameter_is_the_checkpoints_on_every_mesh(files, tmp_path, case,
     assert ("head" in loaded.outer) == (not config.tied)
     if not config.tied:
         assert_equal(loaded.outer["head"], arrays["lm_head.weight"])
-    for i, layer in enumerate(loaded.layers):
+    for i, layer in loaded.layers.items():
         expected = expected_layer(arrays, config, i)
         assert layer.keys() == expected.keys()
         for name, array in layer.items():
