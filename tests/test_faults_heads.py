@@ -4,14 +4,15 @@ an array of the destination's mesh, whatever the source's mesh was called and ho
 import jax
 import numpy as np
 import pytest
-from jax.sharding import AxisType, Mesh, NamedSharding
+from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from pdjax.compiles import compiled
 from pdjax.models.config import ModelConfig
 from pdjax.models.sharding import make_mesh
-from pdjax.transfer.device_put import SPEC, DevicePut, move
+from pdjax.transfer.device_put import DevicePut, move
 
 TOKENS, HEAD_DIM = 16, 4
+SPEC = PartitionSpec(None, None, None, "kv")  # of a unit, [layers, 2, T, K, H]
 
 
 def sharding(kv_heads, group, tp, first=0):
@@ -70,6 +71,6 @@ def test_explicit_axis_types_of_one_mesh_do_not_follow_the_array_to_the_other(ex
 
 def test_a_mesh_with_other_axis_names_is_refused_before_anything_moves():
     good = sharding(2, 4, 2)
-    other = NamedSharding(Mesh(good.mesh.devices, ("model", "copy")), jax.sharding.PartitionSpec(*[None] * 3, "model"))
+    other = NamedSharding(Mesh(good.mesh.devices, ("model", "copy")), PartitionSpec(None, None, None, "model"))
     with pytest.raises(ValueError, match=r"shardings\[1\] has .*; allowed: "):
         DevicePut([[good], [other]])
