@@ -22,6 +22,7 @@ class Books:
 
     Attributes:
         now: the time of the event being handled, seconds.
+        max_steps: of a run.
         instances: a lane per instance.
         live: engine id -> request, until it has ended and nothing can touch its pages any more.
         queue: WAITING and not placed, first come first.
@@ -31,10 +32,15 @@ class Books:
     """
 
     def __init__(
-        self, specs: Sequence[InstanceSpec], latency: Sequence[LatencyModel], transfer_timeout_s: float
+        self,
+        specs: Sequence[InstanceSpec],
+        latency: Sequence[LatencyModel],
+        transfer_timeout_s: float,
+        max_steps: int = 1,
     ) -> None:
         self.now = 0.0
-        self.instances = [Lane(spec, model, self.fits) for spec, model in zip(specs, latency, strict=True)]
+        self.max_steps = max_steps
+        self.instances = [Lane(spec, model, self) for spec, model in zip(specs, latency, strict=True)]
         self.live: dict[int, Live] = {}
         self.queue: list[Live] = []
         self.held: list[Live] = []
@@ -162,6 +168,9 @@ class Books:
     # --- out --------------------------------------------------------------------------------------------------------
 
     def retire(self, live: Live, state: State) -> None:
+        if live.state is State.DECODING:
+            assert live.place is not None
+            self.instances[live.place.prefill if live.decode_on is None else live.decode_on].settle(live)
         live.to(state)
         if live in self.queue:
             self.queue.remove(live)

@@ -23,6 +23,8 @@ from typing import Protocol
 
 from pdjax.books import Books
 from pdjax.decisions import decide
+from pdjax.flights import Flight
+from pdjax.lane import Lane
 from pdjax.latency import LatencyModel
 from pdjax.live import Live
 from pdjax.messages import (
@@ -33,6 +35,7 @@ from pdjax.messages import (
     InstanceLost,
     InstanceSpec,
     IterationDone,
+    RunStarted,
     Tick,
     TransferAborted,
     TransferDone,
@@ -50,7 +53,7 @@ class Sink(Protocol):
     """Where results go. Called from the controller's thread; must not block."""
 
     def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
-        """Takes a token; True if the answer's text ends with it (`SamplingParams.stop`)."""
+        """Takes a token that a cluster computed; True if the answer's text ends with it (`SamplingParams.stop`)."""
         ...
 
     def done(self, request: Request, record: RequestRecord) -> None: ...
@@ -68,6 +71,7 @@ class Controller:
         sink: takes tokens and records.
         transfer_timeout_s: a transfer older than this is aborted and its request starts over.
         max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
+        max_steps: decode steps that one iteration may stand for, if the cluster computes no tokens (a *run*).
     """
 
     def __init__(
@@ -78,8 +82,9 @@ class Controller:
         sink: Sink,
         transfer_timeout_s: float = 60.0,
         max_queue: int = 0,
+        max_steps: int = 1,
     ) -> None:
-        self.books = Books(specs, latency, transfer_timeout_s)
+        self.books = Books(specs, latency, transfer_timeout_s, max_steps)
         self._scheduler = scheduler
         self._sink = sink
         self._max_queue = max_queue
@@ -96,6 +101,9 @@ class Controller:
                 self._arrive(request)
             case Abort(request_id):
                 self._abort(request_id)
+            case RunStarted():
+                self.books.instances[event.instance].run_started(event)
+                return []
             case IterationDone():
                 self._iteration_done(event)
             case TransferDone():
@@ -149,9 +157,8 @@ class Controller:
         lane = self.books.instances[event.instance]
         if not lane.alive:
             return
-        iteration, rows = lane.in_flight.popleft()
-        if iteration.number != event.number:
-            raise RuntimeError(f"instance {event.instance} reports iteration {event.number} before {iteration.number}")
+        flight = lane.reported(event)
+        iteration = flight.iteration
         names = tuple(self.books.live[chunk.request].name for chunk in iteration.chunks)
         for chunk in iteration.chunks:
             timeline = self.books.live[chunk.request].timeline
@@ -162,25 +169,35 @@ class Controller:
         scores = iter(event.logprobs or itertools.repeat(0.0))
         for (request_id, token), score in zip(event.firsts, scores, strict=False):
             self._first_token(self.books.live[request_id], token, score)
-        for (slot, token), score in zip(event.rows, scores, strict=False):
-            live = rows[slot]
+        for (slot, token), score in zip(event.rows or (), scores, strict=False):
+            live = flight.rows[slot]
             if live.state is State.DECODING:  # otherwise it ended a step ago, and this token is the extra one
                 if live.timeline.decode_start_s is None:
                     live.timeline.decode_start_s = event.started_s
                 self._emit(live, token, score)
+        if event.rows is None:
+            self._counted(lane, flight)
         self._sink.iteration(
             IterationRecord(
                 instance=event.instance,
                 number=event.number,
                 chunk_tokens=sum(len(chunk.tokens) for chunk in iteration.chunks),
-                rows=len(event.rows),
+                rows=len(flight.rows),
                 started_s=event.started_s,
                 finished_s=event.finished_s,
                 requests=names,
                 host_gap_s=event.host_gap_s,
+                steps=event.steps,
             )
         )
         self.books.freed(lane.passed(event.number))
+
+    def _counted(self, lane: Lane, flight: Flight) -> None:
+        """A step without tokens: only the rows for which it is the last are looked at."""
+        for live, attempt in flight.ending:
+            if live.state is State.DECODING and live.attempt == attempt:
+                lane.settle(live)
+                self._end(live, State.FINISHED, "length")
 
     def _first_token(self, live: Live, token: int, score: float) -> None:
         if live.state is not State.PREFILLING:

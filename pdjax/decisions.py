@@ -23,16 +23,15 @@ def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
     Raises:
         ValueError: the policy named what is not there.
     """
-    _hand_off(books, scheduler)
-    rejected = _place(books, scheduler)
+    rejected = []
     progress = True
-    while progress:
+    while progress:  # an iteration may have preempted a row: its pages are free, and it waits again
         progress = False
+        _hand_off(books, scheduler)
+        rejected += _place(books, scheduler)
         for lane in books.instances:
-            while lane.alive and len(lane.in_flight) < lane.spec.max_in_flight and _iterate(books, scheduler, lane):
+            while lane.has_room and _iterate(books, scheduler, lane):
                 progress = True
-        if progress:  # preempted requests may be waiting again
-            rejected += _place(books, scheduler)
     return rejected
 
 
@@ -96,7 +95,8 @@ def _iterate(books: Books, scheduler: Scheduler, lane: Lane) -> bool:
     chunks = _chunks(books, scheduler, lane, plan.chunks)
     if not chunks and not decode:
         return False
-    books.commands.append(lane.issue(chunks, decode))
+    steps = lane.steady_steps(books.max_steps) if books.max_steps > 1 and not chunks else 1
+    books.commands.append(lane.issue(chunks, decode, steps))
     for chunk in chunks:
         live = books.live[chunk.request]
         if chunk.last and live.decodes_here:

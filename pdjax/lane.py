@@ -2,48 +2,64 @@
 
 The controller changes it, schedulers read it (it implements their `InstanceView`). What a decode step costs here is
 what changes: pages that fall due and rows that end are found by the number of the step, not by looking at every row.
+
+While a run is on its way, the steps of it that count as issued follow from the time: as many as are done, and as many
+more as may be in flight. Whatever depends on them brings itself up to date first, and a change of the batch or of the
+queue cuts the run there. So every view and every decision is what it would be with an iteration for every step.
 """
 
 import bisect
-from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections import deque
+from collections.abc import Mapping
 from types import MappingProxyType
+from typing import Protocol
 
+from pdjax.agenda import Agenda
+from pdjax.flights import Flight, Flights, Row
 from pdjax.latency import LatencyModel
 from pdjax.live import Live
-from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Role
+from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
 from pdjax.schedulers.base import Ask
 
-_Row = tuple[Live, int]  # with its attempt: a row may leave, start over and join again
+
+class Desk(Protocol):
+    """What a lane needs of the books that it is part of."""
+
+    @property
+    def now(self) -> float: ...
+    @property
+    def commands(self) -> list[Command]: ...
+    def fits(self, lane: "Lane", live: Live) -> bool:
+        """Whether a request can start; it may need two lanes."""
+        ...
 
 
 class Lane:
-    """The books of one instance. `fits` asks the controller whether a request can start (it may need two lanes)."""
+    """The books of one instance."""
 
-    def __init__(self, spec: InstanceSpec, latency: LatencyModel, fits: Callable[["Lane", Live], bool]) -> None:
+    def __init__(self, spec: InstanceSpec, latency: LatencyModel, desk: Desk) -> None:
         self.spec = spec
         self.role: Role = spec.role
         self.alive = True
         self.latency = latency
-        self.pool = PagePool(spec)
         self.prefills: list[Live] = []
         self.batch: dict[int, Live] = {}  # slot -> row, in the instance's order
         self.prefill_streak = 0
-        self.in_flight: deque[tuple[Iteration, Mapping[int, Live]]] = deque()
+        self.in_flight = Flights(spec.max_in_flight)
         self.starved = False  # a row waits for a page: nobody else may take one
-        self._fits = fits
+        self._desk = desk
+        self._pool = PagePool(spec)
         self._slots = list(range(spec.max_rows - 1, -1, -1))
         self._incoming: set[int] = set()
         self._snapshot: Mapping[int, Live] | None = None
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
         self._grows: list[tuple[int, int]] = []
-        self._due: defaultdict[int, list[_Row]] = defaultdict(list)  # step -> rows that need a page for it
-        self._ends: defaultdict[int, list[_Row]] = defaultdict(list)  # step -> rows for which it is the last
+        self._due = Agenda()  # rows that need a page for the step
+        self._last = Agenda()  # rows for which it is the last step
         self._barriers: deque[tuple[int, Live]] = deque()
-        self._steps = 0
-        self._number = 0
+        self._steps = 0  # issued
         self._pending_tokens = 0
         self._context_sum = 0
         self._offsets: dict[int, int] = {}  # slot -> context at join minus the step of joining
@@ -64,11 +80,18 @@ class Lane:
 
     @property
     def context_tokens(self) -> int:
+        self._catch_up()
         return self._context_sum
 
     @property
     def max_context(self) -> int:
+        self._catch_up()
         return max(self._offsets.values()) + self._steps if self._offsets else 0
+
+    @property
+    def pool(self) -> PagePool:
+        self._catch_up()
+        return self._pool
 
     @property
     def free_pages(self) -> int:
@@ -76,7 +99,7 @@ class Lane:
 
     def startable(self, ask: Ask) -> bool:
         assert isinstance(ask, Live)
-        return self._fits(self, ask)
+        return self._desk.fits(self, ask)
 
     def room_for(self, ask: Ask) -> bool:
         needed = self.spec.pages_for(ask.context_tokens + 1)
@@ -85,6 +108,7 @@ class Lane:
     # --- the queue --------------------------------------------------------------------------------------------------
 
     def enqueue(self, live: Live) -> None:
+        self._cut()
         bisect.insort(self.prefills, live, key=lambda other: (other.prefilled == 0, other.order))
         self._pending_tokens += live.context_tokens
 
@@ -97,7 +121,8 @@ class Lane:
 
     def reserve(self, live: Live, tokens: int, *, slot: bool) -> None:
         """Gives the pages for `tokens` tokens, and a row slot; the caller has made sure that both are there."""
-        if self.pool.take(live.id, self.spec.pages_for(tokens)) is None:
+        self._cut()  # it counts on the pages that were free when it was issued
+        if self._pool.take(live.id, self.spec.pages_for(tokens)) is None:
             raise RuntimeError(f"instance {self.spec.index} has no pages for request {live.id}")
         if slot:
             live.slot = self._slots.pop()
@@ -122,16 +147,18 @@ class Lane:
     def join(self, live: Live, token: int | None) -> None:
         """The row takes part in every step issued from now on; `token` None: its slot holds the input token."""
         assert live.slot is not None
+        self._cut()
         self._incoming.discard(live.id)
         position = live.context_tokens
         self.batch[live.slot] = live
+        live.step = self._steps
         self._joins.append((live, token))
         self._offsets[live.slot] = position + 1 - self._steps
         self._context_sum += position + 1
         row = (live, live.attempt)
-        self._due[self._steps + len(self.pool.pages(live.id)) * self.spec.page_size - position].append(row)
+        self._due.add(self._steps + len(self._pool.pages(live.id)) * self.spec.page_size - position, row)
         last = self._steps + live.request.sampling.max_tokens - (position - len(live.request.prompt_ids)) - 2
-        self._ends[last].append(row)
+        self._last.add(last, row)
         self._snapshot = None
 
     def leave(self, live: Live) -> None:
@@ -139,6 +166,7 @@ class Lane:
         slot = live.slot
         if slot is None or not self.holds(live):
             return
+        self._cut()
         del self.batch[slot]
         self.starved = self.starved and bool(self.batch)
         self._context_sum -= self._offsets.pop(slot) + self._steps
@@ -156,51 +184,118 @@ class Lane:
 
     def growing(self) -> list[Live]:
         """Rows that need a page before the next step can be issued."""
-        due = [row[0] for row in self._due.get(self._steps, ()) if self._here(row)]
+        due = [row[0] for row in self._due.at(self._steps) if self._here(row)]
         return sorted(due, key=lambda live: live.order)
 
     def grow(self, live: Live) -> bool:
         """Gives a due row its page; False if there is none."""
-        taken = self.pool.take(live.id, 1)
+        taken = self._pool.take(live.id, 1)
         if taken is None:
             return False
         assert live.slot is not None
         row = (live, live.attempt)
-        self._due[self._steps].remove(row)
-        self._due[self._steps + self.spec.page_size].append(row)
+        self._due.at(self._steps).remove(row)
+        self._due.add(self._steps + self.spec.page_size, row)
         self._grows.append((live.slot, taken[0]))
         return True
 
-    def _here(self, row: _Row) -> bool:
+    def _here(self, row: Row) -> bool:
         live, attempt = row
         return live.attempt == attempt and self.holds(live)
 
     # --- iterations -------------------------------------------------------------------------------------------------
 
-    def issue(self, chunks: tuple[Chunk, ...], decode: bool) -> Iteration:
-        """Makes the next iteration from what changed since the last, and counts its step."""
-        self._number += 1
+    @property
+    def has_room(self) -> bool:
+        """For one more iteration."""
+        self.in_flight.decided()
+        self._catch_up()
+        return self.alive and self.in_flight.room()
+
+    def steady_steps(self, most: int) -> int:
+        """How many steps from now on, at least one and at most `most`, leave the batch as it is: no row ends, and the
+        pages that rows need are there."""
+        if self.prefills:
+            return 1
+        last, size = self._last.next(self._steps), self.spec.page_size
+        stop = self._steps + most if last is None else min(self._steps + most, last)
+        due = [step for step, rows in self._due.between(self._steps + 1, stop) for row in rows if self._here(row)]
+        if sum(1 + (stop - 1 - step) // size for step in due) > self._pool.free:
+            # Each row needs a page every `size` steps: what happens up to its first is enough to go on with.
+            first = sorted(step for step in due if step < self._steps + size)
+            stop = first[self._pool.free] if self._pool.free < len(first) else self._steps + size
+        return max(1, stop - self._steps)
+
+    def issue(self, chunks: tuple[Chunk, ...], decode: bool, steps: int = 1) -> Iteration:
+        """Makes the next iteration from what changed since the last, and counts its steps."""
         joins = tuple(
-            Join(live.slot, live.id, live.context_tokens, self.pool.pages(live.id), token, live.request.sampling)
+            Join(live.slot, live.id, live.context_tokens, self._pool.pages(live.id), token, live.request.sampling)
             for live, token in self._joins
             if live.slot is not None
         )
-        iteration = Iteration(
-            self.spec.index, self._number, chunks, tuple(self._leaves), joins, tuple(self._grows), decode
-        )
+        number, leaves, grows = self.in_flight.number + 1, tuple(self._leaves), tuple(self._grows)
+        iteration = Iteration(self.spec.index, number, chunks, leaves, joins, grows, decode, steps)
         self._leaves, self._joins, self._grows = [], [], []
         if self._snapshot is None:
             self._snapshot = MappingProxyType(dict(self.batch))
-        self.in_flight.append((iteration, self._snapshot if decode else {}))
+        ending = [row for row in self._last.pop(self._steps) if self._here(row)] if decode else []
+        self.in_flight.add(Flight(iteration, self._snapshot if decode else {}, ending, steps))
         self.prefill_streak = self.prefill_streak + 1 if chunks and not decode and self.batch else 0
-        if decode:
-            self._due.pop(self._steps, None)
-            ending = [row[0] for row in self._ends.pop(self._steps, ()) if self._here(row)]
-            self._steps += 1
-            self._context_sum += len(self.batch)
-            for live in ending:
+        if steps > 1:
+            self._catch_up()
+        elif decode:
+            self._step(1)
+            for live, _ in ending:
                 self.leave(live)
         return iteration
+
+    def run_started(self, event: RunStarted) -> None:
+        self.in_flight.started(event, self._desk.now)
+
+    def reported(self, event: IterationDone) -> Flight:
+        """Takes the iteration, or the steps of a run, that an event reports out of flight."""
+        flight = self.in_flight.reported(event)
+        self._catch_up()
+        if self.in_flight.clock.long:
+            rows = [*self.batch.values(), *(live for other in self.in_flight for live, _ in other.ending)]
+            rows += [live for live, _ in flight.ending]
+            self.in_flight.clock.forget(min((live.step for live in rows), default=self.in_flight.clock.done))
+        return flight
+
+    def settle(self, live: Live) -> None:
+        """Writes down the tokens of a row up to now, where the cluster only counts them: zeros."""
+        self.in_flight.tick(self._desk.now)
+        clock, marks = self.in_flight.clock, live.timeline
+        count = clock.done - live.step
+        if count > 0:
+            if marks.decode_start_s is None:
+                marks.decode_start_s = clock.start(live.step)
+            live.tokens.extend([0] * count)
+            marks.token_s.extend(clock.ends(live.step))
+            live.step += count
+
+    def _catch_up(self) -> None:
+        """Counts the steps of an open run that are issued by now, and gives the pages that they need."""
+        if new := self.in_flight.newly_issued(self._desk.now):
+            self._step(new)
+
+    def _cut(self) -> None:
+        """Something is about to change: no step of an open run is issued any more."""
+        self._catch_up()
+        if self.in_flight.cut():
+            self._desk.commands.append(Cut(self.spec.index, self.in_flight.number))
+
+    def _step(self, count: int) -> None:
+        """Counts steps of the whole batch as issued; gives the pages that fall due before the later ones."""
+        stop = self._steps + count
+        while (step := self._due.next(self._steps)) is not None and step < stop:
+            for row in self._due.pop(step):
+                if self._here(row):
+                    if self._pool.take(row[0].id, 1) is None:
+                        raise RuntimeError(f"instance {self.spec.index} has no page for step {step} of its run")
+                    self._due.add(step + self.spec.page_size, row)
+        self._steps = stop
+        self._context_sum += count * len(self.batch)
 
     def advance_prefill(self, live: Live, tokens: int) -> None:
         """Counts prompt tokens as issued: a started request moves to the front part, an issued one leaves the queue."""
@@ -221,7 +316,8 @@ class Lane:
         """Makes `live` hold on until all that is now in flight here is done; False if nothing is."""
         if not self.in_flight:
             return False
-        self._barriers.append((self._number, live))
+        self._cut()  # or the end of its last issued step would be reported with later ones
+        self._barriers.append((self.in_flight.number, live))
         live.holds += 1
         return True
 
@@ -236,9 +332,10 @@ class Lane:
 
     def lose(self) -> list[Live]:
         """The instance is gone: forget its queue, batch and iterations; returns the requests freed of a barrier."""
+        self.in_flight.tick(self._desk.now)
         self.alive = False
-        self.in_flight.clear()
-        return self.passed(self._number)
+        self.in_flight.forget()
+        return self.passed(self.in_flight.number)
 
     @property
     def idle(self) -> bool:

@@ -47,12 +47,15 @@ class LatencyModel:
         base, *weights = self.iteration
         return base + sum(weight * value for weight, value in zip(weights, features(spec, load), strict=True))
 
-    def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> list[float]:
-        """Seconds of each of several decode steps of the same rows, which grow by a token a step."""
-        n = load.rows
-        return [
-            self.iteration_s(spec, Load((), n, load.context_tokens + i * n, load.max_context + i)) for i in range(steps)
-        ]
+    def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> np.ndarray:
+        """Seconds of each of several decode steps, [steps]: the rows of `load` grow by a token a step. To the last bit
+        what `iteration_s` says of each."""
+        base, *weights = self.iteration
+        grown = np.arange(steps)
+        values: list[Any] = list(features(spec, load))
+        values[3] = load.context_tokens + grown * load.rows
+        values[4] = load.rows * (load.max_context + grown)
+        return cast(np.ndarray, base + sum(weight * value for weight, value in zip(weights, values, strict=True)))
 
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""

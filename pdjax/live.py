@@ -15,6 +15,8 @@ class Live:
         tokens: generated so far; every one has been handed to the user. `logprobs`: theirs, if wanted.
         context: what this attempt prefills: the prompt and the tokens of earlier attempts.
         prefilled: tokens of `context` issued to the prefill instance.
+        step: the first decode step of its lane whose token is not in `tokens` yet; only where tokens are counted, not
+            computed.
         place: where the scheduler put it; `decode_on` is the decode instance once known.
         slot: its row slot on the decode instance, once reserved.
         first: the token that this attempt's prefill sampled, once on the host.
@@ -29,6 +31,7 @@ class Live:
     logprobs: list[float] = dataclasses.field(default_factory=list)
     context: tuple[int, ...] = ()
     prefilled: int = 0
+    step: int = 0
     place: Place | None = None
     decode_on: int | None = None
     slot: int | None = None

@@ -112,7 +112,9 @@ class Iteration:
     """One pass over the model: prompt parts, one decode step of the whole batch, or both in one program.
 
     `leaves`, `joins` and `grows` change the batch first, in this order; `grows` appends a page to a row.
-    `decode` runs one step for all rows then in the batch.
+    `decode` runs one step for all rows then in the batch; with `steps` above 1 (a *run*, without chunks) as many, which
+    have the numbers from `number` on. Only clusters that compute no tokens get runs: pages that rows need meanwhile are
+    not in `grows`.
     """
 
     instance: int
@@ -122,6 +124,15 @@ class Iteration:
     joins: tuple[Join, ...] = ()
     grows: tuple[tuple[int, int], ...] = ()  # (slot, page)
     decode: bool = False
+    steps: int = 1
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Cut:
+    """Something changes on an instance: its run ends with iteration number `last`."""
+
+    instance: int
+    last: int
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -151,7 +162,7 @@ class AbortTransfer:
     key: int
 
 
-Command = Iteration | StartTransfer | AbortTransfer
+Command = Iteration | Cut | StartTransfer | AbortTransfer
 
 # --- events ---------------------------------------------------------------------------------------------------------
 
@@ -175,26 +186,41 @@ class Sampled(NamedTuple):
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class RunStarted:
+    """A run has begun; its steps will end at these times, if it is not cut."""
+
+    instance: int
+    number: int
+    ends: tuple[float, ...]
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class IterationDone:
     """An iteration's tokens are on the host.
 
+    Of a run, the steps are reported together until fewer than `max_in_flight` are left, then one by one: as the
+    instance would get room for the next iteration if every step were an iteration of its own.
+
     Attributes:
-        rows: (slot, token) of every decode row, in batch order.
+        number: of the last iteration that is reported.
+        rows: (slot, token) of every decode row, in batch order; None if the cluster computes no tokens.
         firsts: (request, token) of every chunk that was `last`.
         started_s, finished_s: when the device could start it (dispatched, the one before it done), and when its
             tokens were on the host.
         host_gap_s: how long the device stood still between the decode step before and this one.
         logprobs: of the tokens of `firsts`, then of `rows`; empty if nobody asked for them.
+        steps: how many iterations are reported; more than one of a run only.
     """
 
     instance: int
     number: int
-    rows: tuple[tuple[int, int], ...]
+    rows: tuple[tuple[int, int], ...] | None
     firsts: tuple[tuple[int, int], ...]
     started_s: float
     finished_s: float
     host_gap_s: float = 0.0
     logprobs: tuple[float, ...] = ()
+    steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -244,4 +270,6 @@ class Tick:
     """Nothing happened until the controller's next deadline."""
 
 
-Event = Arrival | Abort | IterationDone | TransferDone | TransferFailed | TransferAborted | InstanceLost | Tick
+Event = (
+    Arrival | Abort | RunStarted | IterationDone | TransferDone | TransferFailed | TransferAborted | InstanceLost | Tick
+)

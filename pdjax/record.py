@@ -81,6 +81,7 @@ class IterationRecord:
             tokens were on the host: iterations of one instance do not overlap.
         requests: ids, as in `RequestRecord.request_id`, of the requests whose prompt tokens it computed.
         host_gap_s: how long the device stood still between the decode step before and this one.
+        steps: decode steps; more than one in simulation only, with `number` the last of them.
     """
 
     instance: int
@@ -91,6 +92,7 @@ class IterationRecord:
     finished_s: float
     requests: tuple[str, ...] = ()
     host_gap_s: float = 0.0
+    steps: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -12,15 +12,19 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
+import numpy as np
+
 from pdjax.latency import LatencyModel, Load
 from pdjax.messages import (
     AbortTransfer,
     Command,
+    Cut,
     Event,
     InstanceLost,
     InstanceSpec,
     Iteration,
     IterationDone,
+    RunStarted,
     StartTransfer,
     TransferAborted,
     TransferDone,
@@ -30,8 +34,9 @@ from pdjax.messages import (
 class Machine(Protocol):
     """What happens on one simulated instance."""
 
-    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        """Executes an iteration; returns the rows' tokens and those of the chunks that were `last`, in order."""
+    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int] | None, list[int]]:
+        """Executes an iteration; returns the rows' tokens (None: it computes none) and those of the chunks that were
+        `last`, in order."""
         ...
 
     def copy(self, transfer: StartTransfer, source: "Machine") -> None:
@@ -40,10 +45,10 @@ class Machine(Protocol):
 
 
 class Timing:
-    """Computes nothing: every token is 0, so requests end by `max_tokens`."""
+    """Computes nothing: every token is 0, so requests end by `max_tokens`. Takes runs."""
 
-    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int], list[int]]:
-        return [0] * len(rows), [0] * sum(chunk.last for chunk in iteration.chunks)
+    def run(self, iteration: Iteration, rows: Sequence[int]) -> tuple[list[int] | None, list[int]]:
+        return None, [0] * sum(chunk.last for chunk in iteration.chunks)
 
     def copy(self, transfer: StartTransfer, source: Machine) -> None:
         return None
@@ -53,23 +58,43 @@ class Timing:
 class _Batch:
     """Sizes of one instance's decode batch; its rows are in the order of joining."""
 
-    contexts: dict[int, int] = dataclasses.field(default_factory=dict)
+    steps: int = 0
+    context_tokens: int = 0
+    offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> context minus steps
+    _longest: int | None = None  # of the offsets
 
     def change(self, iteration: Iteration) -> None:
         for slot in iteration.leaves:
-            del self.contexts[slot]
+            self.context_tokens -= self.offsets.pop(slot) + self.steps
         for join in iteration.joins:
-            self.contexts[join.slot] = join.position + 1
+            self.offsets[join.slot] = join.position + 1 - self.steps
+            self.context_tokens += join.position + 1
+        if iteration.leaves or iteration.joins:
+            self._longest = None
 
     def load(self, iteration: Iteration) -> Load:
         chunks = tuple((len(chunk.tokens), chunk.start) for chunk in iteration.chunks)
         if not iteration.decode:
             return Load(chunks)
-        return Load(chunks, len(self.contexts), sum(self.contexts.values()), max(self.contexts.values()))
+        if self._longest is None:
+            self._longest = max(self.offsets.values())
+        return Load(chunks, len(self.offsets), self.context_tokens, self._longest + self.steps)
 
-    def step(self) -> None:
-        for slot in self.contexts:
-            self.contexts[slot] += 1
+    def step(self, count: int) -> None:
+        self.steps += count
+        self.context_tokens += count * len(self.offsets)
+
+
+@dataclasses.dataclass(slots=True)
+class _Run:
+    """A run on its way: it ends after `steps` steps, of which `reported` are."""
+
+    iteration: Iteration
+    started_s: float
+    ends: list[float]
+    steps: int
+    reported: int = 0
+    version: int = 0  # of its next report: a cut makes a new one
 
 
 @dataclasses.dataclass(slots=True)
@@ -101,10 +126,11 @@ class SimulatedCluster:
         self.machines = [machine(spec) for spec in specs]
         self._latency = list(latency)
         self._now = 0.0
-        self._heap: list[tuple[float, int, Callable[[], Event | None]]] = []
+        self._heap: list[tuple[float, int, int, Callable[[], Event | None]]] = []
         self._order = itertools.count()
         self._queues: list[deque[Iteration]] = [deque() for _ in specs]
         self._batches = [_Batch() for _ in specs]
+        self._runs: dict[int, _Run] = {}
         self._transfers: dict[int, _Transfer] = {}
         self._lost: set[int] = set()
 
@@ -121,6 +147,7 @@ class SimulatedCluster:
         def die() -> Event:
             self._lost.add(instance)
             self._queues[instance].clear()
+            self._runs.pop(instance, None)
             return InstanceLost(instance, error)
 
         self._at(at_s, die)
@@ -132,6 +159,8 @@ class SimulatedCluster:
                 queue.append(command)
                 if len(queue) == 1:
                     self._start(command.instance)
+            case Cut():
+                self._cut(command)
             case StartTransfer():
                 self._transfers[command.key] = _Transfer(command, self._now)
                 if command.mode == "whole":
@@ -144,7 +173,7 @@ class SimulatedCluster:
         """Advances the clock to the next event; None when there is none (within timeout_s)."""
         limit = float("inf") if timeout_s is None else self._now + timeout_s
         while self._heap and self._heap[0][0] <= limit:
-            self._now, _, happen = heapq.heappop(self._heap)
+            self._now, _, _, happen = heapq.heappop(self._heap)
             event = happen()
             if event is not None:
                 return event
@@ -155,25 +184,34 @@ class SimulatedCluster:
     def close(self) -> None:
         self._heap.clear()
 
-    def _at(self, time_s: float, happen: Callable[[], Event | None]) -> None:
-        heapq.heappush(self._heap, (time_s, next(self._order), happen))
+    def _at(self, time_s: float, happen: Callable[[], Event | None], rank: int = 1) -> None:
+        """At equal times lower ranks come first: steps end before anybody can ask how far they are."""
+        heapq.heappush(self._heap, (time_s, rank, next(self._order), happen))
 
     def _start(self, index: int) -> None:
         iteration = self._queues[index][0]
         batch, started = self._batches[index], self._now
         batch.change(iteration)
-        seconds = self._latency[index].iteration_s(self.specs[index], batch.load(iteration))
-        self._at(started + seconds, lambda: self._finish(index, iteration, started))
+        spec, latency, load = self.specs[index], self._latency[index], batch.load(iteration)
+        if iteration.steps == 1:
+            self._at(started + latency.iteration_s(spec, load), lambda: self._finish(index, iteration, started), rank=0)
+            return
+        seconds = latency.steps_s(spec, load, iteration.steps)
+        ends = np.cumsum(np.concatenate([[started], seconds]))[1:].tolist()
+        run = _Run(iteration, started, ends, iteration.steps)
+        self._runs[index] = run
+        self._at(started, lambda: RunStarted(index, iteration.number, tuple(run.ends)), rank=0)
+        self._await_report(index, run)
 
     def _finish(self, index: int, iteration: Iteration, started_s: float) -> Event | None:
         if index in self._lost:
             return None
         queue, batch = self._queues[index], self._batches[index]
         queue.popleft()
-        slots = list(batch.contexts) if iteration.decode else []
+        slots = list(batch.offsets) if iteration.decode else []
         row_tokens, first_tokens = self.machines[index].run(iteration, slots)
         if iteration.decode:
-            batch.step()
+            batch.step(1)
         if queue:
             self._start(index)
         for chunk in iteration.chunks:
@@ -183,11 +221,41 @@ class SimulatedCluster:
         return IterationDone(
             instance=index,
             number=iteration.number,
-            rows=tuple(zip(slots, row_tokens, strict=True)),
+            rows=None if row_tokens is None else tuple(zip(slots, row_tokens, strict=True)),
             firsts=tuple(zip(last, first_tokens, strict=True)),
             started_s=started_s,
             finished_s=self._now,
         )
+
+    def _await_report(self, index: int, run: _Run) -> None:
+        """The next report of a run comes when fewer steps than may be in flight are left, then with every step."""
+        steps = max(run.reported + 1, run.steps - self.specs[index].max_in_flight + 1)
+        version = run.version
+        self._at(run.ends[steps - 1], lambda: self._report(index, run, version, steps), rank=0)
+
+    def _report(self, index: int, run: _Run, version: int, steps: int) -> Event | None:
+        if self._runs.get(index) is not run or run.version != version:
+            return None
+        started = run.ends[run.reported - 1] if run.reported else run.started_s
+        count, run.reported = steps - run.reported, steps
+        if steps < run.steps:
+            self._await_report(index, run)
+        else:
+            del self._runs[index]
+            self._batches[index].step(steps)
+            self._queues[index].popleft()
+            if self._queues[index]:
+                self._start(index)
+        return IterationDone(index, run.iteration.number + steps - 1, None, (), started, self._now, steps=count)
+
+    def _cut(self, cut: Cut) -> None:
+        queue, run = self._queues[cut.instance], self._runs.get(cut.instance)
+        steps = cut.last - queue[-1].number + 1  # nothing is queued behind a run that can still be cut
+        if run is None or run.iteration is not queue[-1]:
+            queue[-1] = dataclasses.replace(queue[-1], steps=steps)
+        else:
+            run.steps, run.version = steps, run.version + 1
+            self._await_report(cut.instance, run)
 
     def _push(self, key: int, tokens: int) -> None:
         """KV of more tokens is computed: it goes over the wire behind what was sent before."""

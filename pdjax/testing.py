@@ -139,11 +139,15 @@ class World:
         machine: Callable[[InstanceSpec], Machine] = FakeMachine,
         sink: Sink | None = None,
         transfer_timeout_s: float = 60.0,
+        max_queue: int = 0,
+        max_steps: int = 1,
     ) -> None:
         models = [latency or LatencyModel()] * len(specs)
         self.collected = Collector()
         self.cluster = SimulatedCluster(specs, models, machine)
-        self.controller = Controller(specs, scheduler, models, sink or self.collected, transfer_timeout_s)
+        self.controller = Controller(
+            specs, scheduler, models, sink or self.collected, transfer_timeout_s, max_queue, max_steps
+        )
 
     def add(self, *requests: Request) -> None:
         for request in requests:

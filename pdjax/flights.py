@@ -1,0 +1,189 @@
+"""Iterations on their way, and the clock of the decode steps that are done. Used by `pdjax.lane` only.
+
+A *run* is an iteration of several decode steps in which nothing changes. A cluster that computes no tokens says when
+each of its steps will end as soon as it starts; what is done at a moment then follows from the time, and neither side
+looks at a single step. The steps of a run that count as issued are those that are done, and as many more as may be in
+flight: just those that would have been issued by then, were every step an iteration of its own.
+
+Steps of a batch are numbered by its lane from 0; a row's tokens are the steps from its first.
+"""
+
+import bisect
+import dataclasses
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+
+from pdjax.live import Live
+from pdjax.messages import Iteration, IterationDone, RunStarted
+
+Row = tuple[Live, int]  # with its attempt: a row may leave, start over and join again
+_KEPT_STEPS = 4096  # of a clock; more are kept only while a row needs them
+
+
+@dataclasses.dataclass(slots=True)
+class Flight:
+    """An issued iteration.
+
+    Attributes:
+        rows: slot -> request of the batch that it moves.
+        ending: rows for which it is the last step.
+        steps: how many it has; a cut makes it fewer.
+        done: how many of them have been reported; `clocked`: are on the lane's clock.
+        started_s, ends: when it began and when its steps end, once the cluster has said so.
+    """
+
+    iteration: Iteration
+    rows: Mapping[int, Live]
+    ending: Sequence[Row]
+    steps: int
+    done: int = 0
+    clocked: int = 0
+    started_s: float = 0.0
+    ends: Sequence[float] = ()
+
+    @property
+    def left(self) -> int:
+        return self.steps - self.done
+
+    def ended(self, now: float) -> int:
+        """Steps that have ended by now."""
+        return max(self.done, bisect.bisect_right(self.ends, now, hi=min(self.steps, len(self.ends))))
+
+
+class Flights:
+    """The iterations of one instance that are not done, at most `most` steps at a time.
+
+    Attributes:
+        number: of the last iteration that counts as issued.
+        clock: the decode steps that are done, where the cluster only counts them.
+    """
+
+    def __init__(self, most: int) -> None:
+        self.number = 0
+        self.clock = StepClock()
+        self._most = most
+        self._flights: deque[Flight] = deque()
+        self._run: Flight | None = None  # the last one, while more of its steps can still count as issued
+        self._issued = 0  # of these
+        self._vacant = 0  # places before the run that this event made, and no decision has filled yet
+
+    def __len__(self) -> int:
+        return len(self._flights)
+
+    def __iter__(self) -> Iterator[Flight]:
+        return iter(self._flights)
+
+    def add(self, flight: Flight) -> None:
+        self._flights.append(flight)
+        if flight.steps > 1:
+            self._run, self._issued = flight, 0
+        else:
+            self.number += 1
+
+    def room(self) -> bool:
+        """For one more. Called by decisions, which fill what they are told of."""
+        return self._run is None and sum(flight.left for flight in self._flights) < self._most
+
+    def decided(self) -> None:
+        """What an event has vacated may be filled now."""
+        self._vacant = 0
+
+    def newly_issued(self, now: float) -> int:
+        """Steps of an open run that count as issued by now and were not told before."""
+        run = self._run
+        if run is None:
+            return 0
+        ahead = sum(flight.left for flight in self._flights if flight is not run) + self._vacant
+        new = min(run.steps, run.ended(now) + self._most - ahead) - self._issued
+        if new <= 0:
+            return 0
+        self._issued += new
+        self.number += new
+        if self._issued == run.steps:
+            self._run = None
+        return new
+
+    def cut(self) -> bool:
+        """Ends an open run after what is issued; False if there is none."""
+        run, self._run = self._run, None
+        if run is None:
+            return False
+        run.steps = self._issued
+        return True
+
+    def started(self, event: RunStarted, now: float) -> None:
+        self._flights[0].started_s, self._flights[0].ends = now, event.ends
+
+    def reported(self, event: IterationDone) -> Flight:
+        """Takes the iteration, or the steps of a run, that an event reports out of flight."""
+        flight = self._flights[0]
+        expected = flight.iteration.number + flight.done + event.steps - 1
+        if event.number != expected or event.steps > flight.left:
+            raise RuntimeError(f"instance {event.instance} reports iteration {event.number} instead of {expected}")
+        if event.rows is None and flight.iteration.decode:
+            self._tick(flight, flight.done + event.steps, event)
+        flight.done += event.steps
+        if self._run is not None and flight is not self._run:
+            self._vacant = event.steps
+        if not flight.left:
+            self._flights.popleft()
+        return flight
+
+    def tick(self, now: float) -> None:
+        """Writes the steps of a run that are done by now on the clock."""
+        if self._flights and self._flights[0].ends:
+            self._tick(self._flights[0], self._flights[0].ended(now))
+
+    def forget(self) -> None:
+        """The instance is gone."""
+        self._flights.clear()
+        self._run = None
+
+    def _tick(self, flight: Flight, done: int, event: IterationDone | None = None) -> None:
+        at = flight.clocked
+        if done <= at:
+            return
+        if event is not None and not flight.ends:
+            self.clock.add(event.started_s, (event.finished_s,))
+        else:
+            self.clock.add(flight.ends[at - 1] if at else flight.started_s, flight.ends[at:done])
+        flight.clocked = done
+
+
+class StepClock:
+    """When the done steps of a lane began and ended; steps that no row needs any more are forgotten."""
+
+    def __init__(self) -> None:
+        self._first = 0  # number of the first step that is kept
+        self._most = _KEPT_STEPS
+        self._starts: list[float] = []
+        self._ends: list[float] = []
+
+    @property
+    def done(self) -> int:
+        return self._first + len(self._ends)
+
+    def add(self, started_s: float, ends: Sequence[float]) -> None:
+        """Steps back to back."""
+        self._starts.append(started_s)
+        self._starts.extend(ends[:-1])
+        self._ends.extend(ends)
+
+    def start(self, step: int) -> float:
+        return self._starts[step - self._first]
+
+    def ends(self, step: int) -> list[float]:
+        """Of all steps from this one on."""
+        return self._ends[step - self._first :]
+
+    @property
+    def long(self) -> bool:
+        """Whether it is time to forget."""
+        return len(self._ends) > self._most
+
+    def forget(self, before: int) -> None:
+        """Steps below `before`."""
+        count = max(0, before - self._first)
+        del self._starts[:count], self._ends[:count]
+        self._first += count
+        self._most = 2 * len(self._ends) + _KEPT_STEPS
