@@ -40,10 +40,11 @@ def test_serving_moves_no_array_between_devices_behind_our_back(streamed):
     """Arrays of another sharding would be copied in silence. (From the host, a pass takes one vector, on purpose.)"""
     prompts, each = [ids(seed, 5 + 7 * seed) for seed in range(8)], [GREEDY, sampled(1)] * 4
     want = tokens(streamed.generate(prompts, each))
-    doubled = jax.jit(lambda x: x * 2, in_shardings=streamed._cluster._lanes[1].instance.kv_sharding)
+    elsewhere = jax.jit(lambda x: x * 2, in_shardings=jax.sharding.SingleDeviceSharding(jax.devices()[1]))
+    here = jnp.ones(4)
     with guarded("device_to_device", "device_to_host"):
         with pytest.raises(Exception, match=r"Disallowed device-to-device transfer"):
-            doubled(jnp.ones((1, 2, 4, 4, 4)))  # the guard is on
+            elsewhere(here)  # the guard is on
         assert tokens(streamed.generate(prompts, each)) == want
     settle(streamed)
 

@@ -8,7 +8,7 @@ from pdjax import compiles
 from pdjax.messages import Abort, Role, StartTransfer
 from pdjax.request import State
 from pdjax.testing import World, fake_tokens, spec
-from tests.engines import WAIT_S, engine, ids, sampled, settle, tokens
+from tests.engines import WAIT_S, First, engine, ids, sampled, settle, tokens
 from tests.worlds import POLICIES, ask, crowd, policy, specs
 
 pytest_plugins = ["tests.shared_engines"]
@@ -144,7 +144,7 @@ def test_an_engine_gives_300_right_answers_through_aborts_at_every_stage_and_com
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("scheduler", ["colocated", "disaggregated"])
+@pytest.mark.parametrize("scheduler", [First(), "disaggregated"], ids=["colocated", "disaggregated"])
 def test_an_engine_with_pages_for_40_percent_of_the_demand_changes_no_token(scheduler, colocated):
     """Four rows of 6 pages each want 24; there are 9."""
     prompts, params = [ids(seed, 40) for seed in range(12)], sampled(1, max_tokens=50)
