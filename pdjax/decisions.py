@@ -30,7 +30,7 @@ def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
         _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in books.instances:
-            while lane.has_room and _iterate(books, scheduler, lane):
+            while (lane.prefills or lane.batch) and lane.has_room and _iterate(books, scheduler, lane):
                 progress = True
     return rejected
 

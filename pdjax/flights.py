@@ -65,6 +65,7 @@ class Flights:
         self._flights: deque[Flight] = deque()
         self._run: Flight | None = None  # the last one, while more of its steps can still count as issued
         self._issued = 0  # of these
+        self._left = 0  # steps that are not reported
         self._vacant = 0  # places before the run that this event made, and no decision has filled yet
 
     def __len__(self) -> int:
@@ -75,14 +76,16 @@ class Flights:
 
     def add(self, flight: Flight) -> None:
         self._flights.append(flight)
+        self._left += flight.steps
         if flight.steps > 1:
             self._run, self._issued = flight, 0
         else:
             self.number += 1
 
+    @property
     def room(self) -> bool:
-        """For one more. Called by decisions, which fill what they are told of."""
-        return self._run is None and sum(flight.left for flight in self._flights) < self._most
+        """For one more."""
+        return self._run is None and self._left < self._most
 
     def decided(self) -> None:
         """What an event has vacated may be filled now."""
@@ -93,7 +96,7 @@ class Flights:
         run = self._run
         if run is None:
             return 0
-        ahead = sum(flight.left for flight in self._flights if flight is not run) + self._vacant
+        ahead = self._left - run.left + self._vacant
         new = min(run.steps, run.ended(now) + self._most - ahead) - self._issued
         if new <= 0:
             return 0
@@ -108,6 +111,7 @@ class Flights:
         run, self._run = self._run, None
         if run is None:
             return False
+        self._left -= run.steps - self._issued
         run.steps = self._issued
         return True
 
@@ -123,6 +127,7 @@ class Flights:
         if event.rows is None and flight.iteration.decode:
             self._tick(flight, flight.done + event.steps, event)
         flight.done += event.steps
+        self._left -= event.steps
         if self._run is not None and flight is not self._run:
             self._vacant = event.steps
         if not flight.left:
@@ -137,6 +142,7 @@ class Flights:
     def forget(self) -> None:
         """The instance is gone."""
         self._flights.clear()
+        self._left = 0
         self._run = None
 
     def _tick(self, flight: Flight, done: int, event: IterationDone | None = None) -> None:

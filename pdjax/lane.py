@@ -59,6 +59,7 @@ class Lane:
         self._due = Agenda()  # rows that need a page for the step
         self._last = Agenda()  # rows for which it is the last step
         self._barriers: deque[tuple[int, Live]] = deque()
+        self._reported = False  # something, since the last decision
         self._steps = 0  # issued
         self._pending_tokens = 0
         self._context_sum = 0
@@ -208,9 +209,11 @@ class Lane:
     @property
     def has_room(self) -> bool:
         """For one more iteration."""
-        self.in_flight.decided()
-        self._catch_up()
-        return self.alive and self.in_flight.room()
+        if self._reported:  # between reports an open run leaves no room
+            self._reported = False
+            self.in_flight.decided()
+            self._catch_up()
+        return self.alive and self.in_flight.room
 
     def steady_steps(self, most: int) -> int:
         """How many steps from now on, at least one and at most `most`, leave the batch as it is: no row ends, and the
@@ -255,6 +258,7 @@ class Lane:
     def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self.in_flight.reported(event)
+        self._reported = True
         self._catch_up()
         if self.in_flight.clock.long:
             rows = [*self.batch.values(), *(live for other in self.in_flight for live, _ in other.ending)]

@@ -34,6 +34,7 @@ class Report:
         transfers: KV moves that were completed.
         duration_s: first arrival to the end of the last request.
         specs: the instances it ran on.
+        capacity: `pdjax.capacity.Gauge.summary` of the whole run, warm-up requests included; None: it was not sampled.
     """
 
     records: list[RequestRecord]
@@ -41,6 +42,7 @@ class Report:
     transfers: list[TransferRecord]
     duration_s: float
     specs: tuple[InstanceSpec, ...]
+    capacity: dict[str, Any] | None = None
 
     @property
     def start_s(self) -> float:
@@ -61,24 +63,37 @@ class Report:
             duration_s=self.duration_s - (start_s - self.start_s),
         )
 
-    def summary(self, *, slo: SLO | None = None, targets: Sequence[metrics.Target] = ()) -> dict[str, Any]:
-        """`pdjax.metrics.summarize` of this run."""
-        devices = sum(spec.devices for spec in self.specs)
-        return metrics.summarize(
+    def summary(
+        self,
+        *,
+        slo: SLO | None = None,
+        targets: Sequence[metrics.Target] = (),
+        attainment: float = metrics.ATTAINMENT,
+    ) -> dict[str, Any]:
+        """`pdjax.metrics.summarize` of this run, and its `capacity`."""
+        numbers = metrics.summarize(
             self.records,
-            devices=devices,
+            devices=sum(spec.devices for spec in self.specs),
             duration_s=self.duration_s,
             slo=slo,
             targets=targets,
+            attainment=attainment,
             iterations=self.iterations,
         )
+        return numbers | {"capacity": self.capacity}
+
+
+def write_summary(out_dir: str | Path, summary: dict[str, Any]) -> Path:
+    """Writes summary.json alone into `out_dir`, which is made if missing; returns it."""
+    folder = Path(out_dir)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    return folder
 
 
 def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Report]) -> None:
     """Writes every file into `out_dir`, which is made if missing; files of an earlier call are replaced."""
-    folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+    folder = write_summary(out_dir, summary)
     with open(folder / "requests.jsonl", "w") as file:
         for run, report in runs.items():
             for record in report.records:
