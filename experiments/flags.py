@@ -47,6 +47,7 @@ _ENGINE = [
     )
 ]
 TRANSFER = flags.DEFINE_enum("transfer", _DEFAULTS.transfer, TRANSFERS, "How KV moves between instances.")
+VERIFY_KV = flags.DEFINE_bool("verify_kv", _DEFAULTS.verify_kv, "Compare the KV of both sides of each transfer.")
 
 WORKLOAD = flags.DEFINE_string("workload", "chat", f"One of {workload.KINDS}.")
 NUM_REQUESTS = flags.DEFINE_integer("num_requests", 10, "Requests; 0: all that the workload has.", lower_bound=0)
@@ -75,6 +76,7 @@ def build_config(**changes: Any) -> EngineConfig:
         "dtype": DTYPE.value,
         "scheduler": SCHEDULER.value,
         "transfer": TRANSFER.value,
+        "verify_kv": VERIFY_KV.value,
         "seed": SEED.value,
         **{holder.name: holder.value for holder in _ENGINE},
     }

@@ -26,6 +26,7 @@ from pdjax.schedulers import SCHEDULERS
 from pdjax.schedulers.base import Scheduler, Traits
 from pdjax.transfer.base import Transport
 from pdjax.transfer.device_put import DevicePut
+from pdjax.transfer.jax_transfer import JaxTransfer
 
 Progress = Callable[[int, int, str], None]  # done, total, what
 
@@ -152,8 +153,13 @@ def build(
 
 
 def transport_of(config: EngineConfig, instances: Sequence[Instance]) -> Transport:
-    """What moves KV between these instances."""
-    return DevicePut([instance.kv_shardings for instance in instances])
+    """What moves KV between these instances.
+
+    Raises:
+        ValueError: this jax cannot do what the configuration asks for.
+    """
+    kind = {"device_put": DevicePut, "jax_transfer": JaxTransfer}[config.transfer]
+    return kind([instance.kv_shardings for instance in instances], config.transfer_timeout_s)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

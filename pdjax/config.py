@@ -6,7 +6,7 @@ from typing import Any
 from pdjax.checks import check_whole, is_number
 
 DTYPES = ("auto", "float32", "bfloat16")
-TRANSFERS = ("device_put",)
+TRANSFERS = ("device_put", "jax_transfer")
 MAX_TIMEOUT_S = 1e6  # more than that no lock can wait for everywhere
 
 
@@ -31,7 +31,10 @@ class EngineConfig:
             1024 tokens (or of the context length, where that is less).
         page_size: tokens in a page.
         max_model_len: most tokens of one request; 0: the model's context.
-        transfer: how KV moves between instances.
+        transfer: how KV moves between instances: "device_put" from device to device, or "jax_transfer" by
+            `jax.experimental.transfer`, through the host and sockets.
+        verify_kv: compare the KV of both sides, read back from their pages, at the end of every transfer; a
+            difference fails it. For debugging: it copies pools to the host.
         stream_layers: layers per streamed group; 0 sends a prompt's KV whole after its prefill.
         transfer_timeout_s: a transfer that takes longer is given up, and the request starts over.
         seed: of sampling, for requests that bring none.
@@ -57,6 +60,7 @@ class EngineConfig:
     page_size: int = 64
     max_model_len: int = 0
     transfer: str = "device_put"
+    verify_kv: bool = False
     stream_layers: int = 3
     transfer_timeout_s: float = 60.0
     seed: int = 0
@@ -93,6 +97,8 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 0)
         if self.max_model_len == 1:
             raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
+        if not isinstance(self.verify_kv, bool):
+            raise ValueError(f"verify_kv is {self.verify_kv!r}; allowed: True, False")
         timeout = self.transfer_timeout_s
         if not is_number(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
             raise ValueError(f"transfer_timeout_s is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")

@@ -70,7 +70,8 @@ class Engine:
         self._closing = threading.Event()
         self._drained = threading.Condition()
         self._recorder: Recorder | None = None
-        self._cluster = LocalCluster(instances, transport_of(config, instances), self._source.config.num_layers)
+        transport, layers = transport_of(config, instances), self._source.config.num_layers
+        self._cluster = LocalCluster(instances, transport, layers, config.verify_kv)
         self._controller = Controller(self.specs, self._scheduler, models, self, config.transfer_timeout_s)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         self._thread.start()

@@ -1,8 +1,8 @@
 """A cluster in this process: one thread and one ordered lane of work per instance, and a transport between them.
 
-Enters: the controller's commands. Leaves: events. A lane dispatches what it is given at once and reads tokens back
-only when it has nothing to dispatch, so that an instance always has its next iteration queued behind the running one.
-KV that arrives is inserted by the destination's lane, between two iterations: only a lane touches its instance.
+Enters: the controller's commands. Leaves: events. Iterations go to the lane of their instance; KV that is to move is
+read by the source's lane, carried by the transport, and inserted by the destination's lane between two iterations:
+only a lane touches its instance (`pdjax.lane_thread`).
 """
 
 import dataclasses
@@ -10,45 +10,28 @@ import logging
 import queue
 import threading
 import time
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
-from typing import Protocol
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from typing import Any, TypeVar
 
+from pdjax.lane_thread import Executor, LaneThread
 from pdjax.messages import (
     AbortTransfer,
     Command,
+    Cut,
     Event,
-    InstanceSpec,
     Iteration,
-    IterationDone,
-    Sampled,
     StartTransfer,
     TransferAborted,
     TransferDone,
     TransferFailed,
 )
 from pdjax.transfer.base import Transport, Unit
+from pdjax.transfer.verify import difference, digests
 
 CLOSE_S = 5.0
+T = TypeVar("T")
 _log = logging.getLogger("pdjax")
-
-
-class Pending(Protocol):
-    """Tokens on their way to the host."""
-
-    def wait(self) -> Sampled:
-        """Blocks until they are there."""
-        ...
-
-
-class Executor(Protocol):
-    """What a lane needs of an instance; `pdjax.instance.Instance` is the real one."""
-
-    @property
-    def spec(self) -> InstanceSpec: ...
-    def run(self, iteration: Iteration, emit: Callable[[Unit], None]) -> Pending: ...
-    def extract(self, transfer: StartTransfer) -> Iterator[Unit]: ...
-    def insert(self, unit: Unit, pages: tuple[int, ...]) -> None: ...
 
 
 class ClusterFault(RuntimeError):
@@ -75,18 +58,22 @@ class LocalCluster:
         instances: instance i has index i.
         transport: moves units between them; its instances are numbered alike, its clock is `time.perf_counter`.
         num_layers: L; a transfer is complete when every token of every layer is inserted.
+        verify_kv: then the pages of both sides are read back and compared before it counts as done.
     """
 
-    def __init__(self, instances: Sequence[Executor], transport: Transport, num_layers: int) -> None:
+    def __init__(
+        self, instances: Sequence[Executor], transport: Transport, num_layers: int, verify_kv: bool = False
+    ) -> None:
         self.specs = tuple(instance.spec for instance in instances)
         self._transport = transport
         self._num_layers = num_layers
+        self._verify_kv = verify_kv
         self._events: queue.SimpleQueue[Event | None] = queue.SimpleQueue()  # None: look at `_fault`
         self._fault: BaseException | None = None
         self._closed = False
         self._moves: dict[int, _Move] = {}  # touched under `_lock`
         self._lock = threading.Lock()
-        self._lanes = [_LaneThread(instance, self) for instance in instances]
+        self._lanes = [LaneThread(instance, self) for instance in instances]
         for lane in self._lanes:
             lane.start()
 
@@ -104,6 +91,8 @@ class LocalCluster:
         match command:
             case Iteration():
                 self._lanes[command.instance].put(lambda lane: lane.dispatch(command))
+            case Cut():
+                raise RuntimeError("instances that compute tokens take no runs")
             case StartTransfer():
                 self._start_transfer(command)
             case AbortTransfer(key):
@@ -113,6 +102,20 @@ class LocalCluster:
                         return
                     self._close_move(move)
                 self._answer(move, TransferAborted(key))
+
+    def on_lane(self, index: int, work: Callable[[Any], T]) -> "Future[T]":
+        """Calls `work` with an instance in the thread that owns it, after what was submitted before. Its exception is
+        the caller's, not a fault of the cluster."""
+        future: Future[T] = Future()
+
+        def call(lane: LaneThread) -> None:
+            try:
+                future.set_result(work(lane.instance))
+            except BaseException as error:
+                future.set_exception(error)
+
+        self._lanes[index].put(call)
+        return future
 
     def next_event(self, timeout_s: float | None) -> Event | None:
         """Raises ClusterFault when a thread died, once the events before that are taken."""
@@ -161,28 +164,61 @@ class LocalCluster:
             command.key,
             command.src,
             command.dst,
-            deliver=lambda unit: target.put(lambda lane: self._insert(lane, move, unit)),
+            deliver=lambda unit: target.put(lambda lane: lane.insert(unit, lambda: self._insert(lane, move, unit))),
             failed=lambda error: self._failed(move, error),
         )
         if command.mode == "whole":
             move.prefill_end_s = self.now()
             source.put(lambda lane: self._extract(lane, move))
 
-    def _extract(self, lane: "_LaneThread", move: _Move) -> None:
-        if not move.closed:
-            for unit in lane.instance.extract(move.command):
-                self._transport.send(unit)
-
-    def _insert(self, lane: "_LaneThread", move: _Move, unit: Unit) -> None:
+    def _extract(self, lane: LaneThread, move: _Move) -> None:
         if move.closed:
             return
+        for unit in lane.instance.extract(move.command):
+            if move.closed:  # what failed in one slice stops the next
+                return
+            self._transport.send(unit)
+
+    def _insert(self, lane: LaneThread, move: _Move, unit: Unit) -> bool:
+        """False if nobody wants the unit any more."""
+        if move.closed:
+            return False
         command = move.command
         lane.instance.insert(unit, command.dst_pages)
         move.moved_s.append(unit.moved_s)
         move.nbytes += unit.header.nbytes
         move.inserted += unit.header.tokens * unit.header.layers
-        if move.inserted < command.tokens * self._num_layers:
+        if move.inserted == command.tokens * self._num_layers:
+            if self._verify_kv:
+                self._lanes[command.src].put(lambda source: self._verify(source, lane, move))
+            else:
+                self._commit(move)
+        return True
+
+    def _verify(self, source: LaneThread, target: LaneThread, move: _Move) -> None:
+        """Reads the pages of the source, then on the other lane those of the destination, and compares. The controller
+        holds both until the transfer has ended."""
+        command = move.command
+        if move.closed:
             return
+        sent = digests(source.instance.read_kv(command.src_pages, command.tokens))
+
+        def compare(lane: LaneThread) -> None:
+            if move.closed:
+                return
+            wrong = difference(sent, digests(lane.instance.read_kv(command.dst_pages, command.tokens)))
+            if wrong is None:
+                self._commit(move)
+                return
+            error = f"verify_kv: request {command.request}, instance {command.src} to {command.dst}: {wrong}"
+            _log.error("transfer %d: %s", command.key, error)
+            self._transport.abort(command.key)
+            self._failed(move, error)
+
+        target.put(compare)
+
+    def _commit(self, move: _Move) -> None:
+        command = move.command
         with self._lock:
             if move.closed:
                 return
@@ -228,57 +264,3 @@ class LocalCluster:
 
     def send(self, unit: Unit) -> None:
         self._transport.send(unit)
-
-
-class _LaneThread(threading.Thread):
-    """The only thread that touches its instance. Work is done in order; None ends it."""
-
-    def __init__(self, instance: Executor, cluster: LocalCluster) -> None:
-        super().__init__(name=f"instance-{instance.spec.index}", daemon=True)
-        self.instance = instance
-        self._cluster = cluster
-        self._work: queue.SimpleQueue[Callable[[_LaneThread], None] | None] = queue.SimpleQueue()
-        self._pending: deque[tuple[Iteration, Pending, float]] = deque()
-        self._finished_s = 0.0
-        self._decoded = False  # the iteration before this one moved rows
-
-    def put(self, work: "Callable[[_LaneThread], None] | None") -> None:
-        self._work.put(work)
-
-    def run(self) -> None:
-        try:
-            while True:
-                try:
-                    work = self._work.get(block=not self._pending)
-                except queue.Empty:  # nothing to dispatch: now there is time to wait for tokens
-                    self._collect()
-                    continue
-                if work is None:
-                    return
-                work(self)
-        except BaseException as error:
-            self._cluster.fault(error)
-
-    def dispatch(self, iteration: Iteration) -> None:
-        dispatched_s = self._cluster.now()
-        self._pending.append((iteration, self.instance.run(iteration, self._cluster.send), dispatched_s))
-
-    def _collect(self) -> None:
-        iteration, pending, dispatched_s = self._pending.popleft()
-        sampled = pending.wait()
-        previous_s, self._finished_s = self._finished_s, self._cluster.now()
-        gap_s = max(0.0, dispatched_s - previous_s) if self._decoded and iteration.decode else 0.0
-        self._decoded = iteration.decode
-        self._cluster.prefilled(iteration)
-        self._cluster.post(
-            IterationDone(
-                instance=iteration.instance,
-                number=iteration.number,
-                rows=sampled.rows,
-                firsts=sampled.firsts,
-                started_s=max(dispatched_s, previous_s),
-                finished_s=self._finished_s,
-                host_gap_s=gap_s,
-                logprobs=sampled.logprobs,
-            )
-        )

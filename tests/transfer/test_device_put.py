@@ -12,7 +12,8 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pdjax.models.config import ModelConfig
 from pdjax.models.sharding import make_mesh
 from pdjax.transfer.base import TRANSITIONS, TransferState, Unit, UnitHeader, advance
-from pdjax.transfer.device_put import SPEC, DevicePut
+from pdjax.transfer.device_put import DevicePut
+from pdjax.transfer.shards import SPEC
 
 K, H = 2, 4
 WAIT_S = 20  # how long a test waits for what must come
@@ -338,7 +339,7 @@ def test_ended_transfers_leave_nothing_behind(transport, places):
         else:
             transport.send(unit(places, key, start=1))
             receiver.error()
-    assert transport._transfers == {} and len(transport._lanes) == 1
+    assert transport._transfers == {} and len(transport._workers) == 1
 
 
 def test_start_refuses_a_live_key_and_an_unknown_instance(transport):

@@ -10,7 +10,8 @@ from jax.sharding import NamedSharding
 
 from pdjax.models.config import ModelConfig
 from pdjax.models.sharding import make_mesh
-from pdjax.transfer.device_put import SPEC, move
+from pdjax.transfer.device_put import move
+from pdjax.transfer.shards import SPEC
 
 # (kv heads, query heads per kv head, source tp, destination tp); up to 8 devices together, else they overlap.
 PAIRS = [
