@@ -123,6 +123,16 @@ def test_colocated_devices_that_do_not_divide_are_refused():
     )
 
 
+def test_an_instance_has_tp_devices_for_each_of_its_stages():
+    made = specs(prefill_pp=2, prefill_tp=4, decode_tp=2)
+    assert [(spec.pp, spec.devices, spec.max_in_flight) for spec in made] == [(2, 8, 3), (1, 2, 2)]
+
+
+def test_colocated_instances_have_the_stages_of_decode_instances():
+    made = specs("colocated", prefill_pp=1, prefill_tp=4, decode_pp=2)
+    assert [(spec.pp, spec.devices) for spec in made] == [(2, 2)] * 3
+
+
 # --- how large ------------------------------------------------------------------------------------------------------
 
 
@@ -174,6 +184,11 @@ def test_programs_have_sizes_up_to_the_limits():
 @pytest.mark.parametrize("side", ["prefill", "decode"])
 def test_a_tp_that_does_not_divide_the_heads_is_refused_by_its_name(side):
     refused(f"{side}_tp is 3; allowed: a divisor of the 8 query heads, one of [1, 2, 4, 8]", specs, **{f"{side}_tp": 3})
+
+
+@pytest.mark.parametrize("side", ["prefill", "decode"])
+def test_more_stages_than_layers_are_refused_by_their_name(side):
+    refused(f"{side}_pp is 3; allowed: 1 to 2, the layers of the model", specs, **{f"{side}_pp": 3})
 
 
 @pytest.mark.parametrize("side", ["prefill", "decode"])

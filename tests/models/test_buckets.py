@@ -51,3 +51,10 @@ def test_groups_cover_all_layers_in_order_and_only_the_last_is_smaller(layers, s
     sizes = [len(group) for group in groups]
     assert [layer for group in groups for layer in group] == list(range(layers))
     assert len({*sizes[:-1]}) <= 1 and 0 < sizes[-1] <= sizes[0] == min(stream or sizes[0], layers)
+
+
+@pytest.mark.parametrize(("stream", "sizes"), [(0, {3}), (2, {1, 2}), (9, {3, 9})])
+def test_no_group_crosses_the_start_of_a_stage(stream, sizes):
+    groups = layer_groups(30, stream, cuts=[0, 3, 12, 21])
+    assert [layer for group in groups for layer in group] == list(range(30))
+    assert {0, 3, 12, 21} <= {group[0] for group in groups} and {len(group) for group in groups} == sizes
