@@ -66,6 +66,14 @@ TTFT_SLO_MS = flags.DEFINE_float("ttft_slo_ms", None, "Limit of each request, in
 TPOT_SLO_MS = flags.DEFINE_float("tpot_slo_ms", None, "Limit of each request, in place of the preset's.")
 E2E_SLO_MS = flags.DEFINE_float("e2e_slo_ms", None, "Limit of each request, in place of the preset's.")
 
+ATTAINMENT = flags.DEFINE_float(
+    "attainment",
+    metrics.ATTAINMENT,
+    "Share of the requests that must meet their SLO for a rate to count as served.",
+    lower_bound=0.01,
+    upper_bound=1.0,
+)
+
 DEFAULT_RATE = 2.0
 
 

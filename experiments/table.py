@@ -32,7 +32,10 @@ def _ended(run: Run) -> str:
 
 
 def _attained(run: Run) -> str:
-    return "-" if run["slo_attainment"] is None else f"{run['slo_attainment']:.0%}"
+    if run["slo_attainment"] is None:
+        return "-"
+    colour, word = ("green", "reaches") if run["attained"] else ("red", "below")
+    return f"{run['slo_attainment']:.0%} [{colour}]{word} {run['attainment_target']:.0%}[/{colour}]"
 
 
 def _hidden(run: Run) -> str:
@@ -55,7 +58,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("throughput, requests/s", lambda run: f"{run['throughput_rps']:.2f}"),
     ("goodput at SLO, requests/s", lambda run: f"{run['goodput_rps']:.2f}"),
     ("met the SLO", _attained),
-    ("warm-up, s", lambda run: f"{run['warmup_s']:.1f}"),
+    ("warm-up, s", lambda run: _number(run.get("warmup_s"))),
 )
 
 

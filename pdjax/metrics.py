@@ -9,7 +9,8 @@ here measures. The definitions:
     E2E   arrival to the last token
 
 Only a finished request has a say in latencies. Every request counts in the SLO attainment: one that failed, was aborted
-or was rejected has missed. Goodput is requests that met their SLO per second.
+or was rejected has missed. Goodput is requests that met their SLO per second. The goodput of a system is the highest
+rate at which a run attains its target (DistServe, section 2: 90 %); one run says whether its rate is below that.
 """
 
 import dataclasses
@@ -24,6 +25,7 @@ from pdjax.request import SLO, State
 
 PARTS = ("queue", "prefill", "first_token", "transfer", "decode_wait", "decode")
 PERCENTILES = (50, 90, 95, 99)
+ATTAINMENT = 0.9  # the usual target
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -159,6 +161,7 @@ def summarize(
     duration_s: float,
     slo: SLO | None = None,
     targets: Sequence[Target] = (),
+    attainment: float = ATTAINMENT,
     iterations: Sequence[IterationRecord] = (),
 ) -> dict[str, Any]:
     """The numbers of one run, ready for JSON. Keys do not depend on values; what is undefined is None.
@@ -169,20 +172,26 @@ def summarize(
         duration_s: from the first arrival to the last answer, > 0.
         slo: judge by this instead of each record's own.
         targets: limits on percentiles of the whole run.
-        iterations: for host_gap_ms and the count of iterations.
+        attainment: the share of requests that must meet their SLO, in (0, 1].
+        iterations: for host_gap_ms, computed tokens and the count of iterations.
 
     Returns:
         devices, num_requests and how they ended: completed, rejected, failed, aborted; preempted (how often a row lost
-        its pages), duration_s, prompt_tokens and output_tokens of completed requests, throughput_rps,
-        output_tokens_per_s, goodput_rps; slo_attainment (met / all) and slo_kept (the same for each limit alone);
+        its pages), duration_s, prompt_tokens and output_tokens of completed requests; prompt_tokens_by_source, what of
+        them was computed where the request decoded and what was transferred there; computed_prompt_tokens, of all
+        passes: more than prompt_tokens where requests were preempted, started over or did not complete;
+        throughput_rps, output_tokens_per_s, goodput_rps; slo_attainment (met / all), attainment_target, attained
+        (whether it is reached) and slo_kept (the attainment of each limit alone);
         ttft_ms, tpot_ms, itl_ms, e2e_ms, stages_ms and host_gap_ms as `spread`s (max_itl_ms: of each request's largest
         gap); kv_transfer: count, bytes, ms (a spread of the time in which a request's bytes moved), share_of_e2e
         (that time / E2E, of the requests that moved) and overlap (the share of it that prefill hid); iterations, how
         many by what they computed; targets.
 
     Raises:
-        ValueError: duration_s is not positive.
+        ValueError: duration_s or attainment is out of its range.
     """
+    if not 0 < attainment <= 1:
+        raise ValueError(f"attainment is {attainment!r}; allowed: a number in (0, 1]")
     if not duration_s > 0:
         raise ValueError(f"duration_s is {duration_s!r}; allowed: seconds > 0")
     done = [record for record in records if record.state is State.FINISHED]
@@ -206,11 +215,15 @@ def summarize(
         "preempted": sum(record.preemptions for record in records),
         "duration_s": duration_s,
         "prompt_tokens": sum(record.prompt_tokens for record in done),
+        "prompt_tokens_by_source": _sources(done),
+        "computed_prompt_tokens": sum(iteration.chunk_tokens for iteration in iterations),
         "output_tokens": output_tokens,
         "throughput_rps": len(done) / duration_s,
         "output_tokens_per_s": output_tokens / duration_s,
         "goodput_rps": good / duration_s,
         "slo_attainment": good / len(records) if records else None,
+        "attainment_target": attainment,
+        "attained": bool(records) and good / len(records) >= attainment,
         "slo_kept": _slo_kept(records, slo),
         **spreads,
         "max_itl_ms": spread(max(gaps) for record in done if (gaps := itl_ms(record))),
@@ -219,7 +232,7 @@ def summarize(
         "host_gap_ms": spread(1e3 * iteration.host_gap_s for iteration in iterations),
         "iterations": {
             "prefill": sum(not iteration.rows for iteration in iterations),
-            "decode": sum(not iteration.chunk_tokens for iteration in iterations),
+            "decode": sum(iteration.steps for iteration in iterations if not iteration.chunk_tokens),
             "mixed": sum(bool(iteration.rows and iteration.chunk_tokens) for iteration in iterations),
         },
         "targets": [_check(target, spreads) for target in targets],
@@ -237,6 +250,12 @@ def _slo_kept(records: Sequence[RequestRecord], slo: SLO | None) -> dict[str, fl
         for name, ok in kept(record, slo).items():
             by_limit[name].append(ok)
     return {name: sum(oks) / len(oks) if oks else None for name, oks in by_limit.items()}
+
+
+def _sources(done: Sequence[RequestRecord]) -> dict[str, int]:
+    """Where the prompt's KV came from, seen from where the request decoded."""
+    moved = sum(record.prompt_tokens for record in done if record.timeline.transfer_end_s is not None)
+    return {"computed": sum(record.prompt_tokens for record in done) - moved, "transferred": moved}
 
 
 def _kv_transfer(done: Sequence[RequestRecord]) -> dict[str, Any]:

@@ -67,6 +67,23 @@ def test_a_one_token_answer_has_no_tpot_and_no_itl():
     assert metrics.e2e_ms(one) == metrics.ttft_ms(one) == 3000
 
 
+@pytest.mark.parametrize("case", [DISAGGREGATED, record(), record((1.0, 1.0))])
+def test_tpot_is_e2e_less_ttft_over_the_tokens_after_the_first(case):
+    after = len(case.token_ids) - 1
+    assert metrics.tpot_ms(case) == pytest.approx((metrics.e2e_ms(case) - metrics.ttft_ms(case)) / after)
+    assert metrics.ttft_ms(case) <= metrics.e2e_ms(case)
+
+
+def test_the_longest_gap_of_each_request_is_spread():
+    assert summarize(record(), record((1.0, 1.2)))["max_itl_ms"] == pytest.approx(metrics.spread([1000.0, 200.0]))
+
+
+def test_one_token_answers_are_left_out_of_tpot():
+    summary = summarize(record((1.0,)), record())
+    assert summary["tpot_ms"]["mean"] == 750
+    assert summary["completed"] == 2
+
+
 def test_a_request_without_tokens_has_no_latency():
     none = record((), state=State.REJECTED)
     assert metrics.ttft_ms(none) is metrics.tpot_ms(none) is metrics.e2e_ms(none) is None
@@ -193,6 +210,27 @@ def test_goodput_counts_what_met_and_throughput_what_completed():
     assert summary["slo_attainment"] == 0.5
 
 
+@pytest.mark.parametrize(("target", "attained"), [(0.5, True), (0.51, False)])
+def test_a_run_attains_a_target_that_its_share_reaches(target, attained):
+    summary = summarize(record(), record((1.0, 1.1)), slo=SLO(ttft_ms=2000), attainment=target)
+    assert (summary["slo_attainment"], summary["attainment_target"], summary["attained"]) == (0.5, target, attained)
+
+
+def test_seven_of_a_hundred_attain_seven_percent():  # 0.07 * 100 is more than 7 in floating point
+    records = [record(state=State.FINISHED if n < 7 else State.FAILED) for n in range(100)]
+    assert summarize(*records, attainment=0.07)["attained"]
+
+
+def test_a_run_without_requests_attains_nothing():
+    assert not summarize()["attained"]
+
+
+@pytest.mark.parametrize("attainment", [0.0, 1.1, float("nan")])
+def test_an_attainment_out_of_range_is_refused(attainment):
+    with pytest.raises(ValueError, match=f"attainment is {attainment}; allowed: a number in"):
+        summarize(record(), attainment=attainment)
+
+
 def test_each_limit_has_its_own_share():
     summary = summarize(record(), record((1.0, 1.1)), slo=SLO(ttft_ms=2000, tpot_ms=1000))
     assert summary["slo_kept"] == {"ttft_ms": 0.5, "tpot_ms": 1.0, "itl_p99_ms": None, "e2e_ms": None}
@@ -204,6 +242,17 @@ def test_kv_transfer_reports_bytes_time_share_and_overlap():
     assert moved["ms"]["mean"] == 4000
     assert moved["share_of_e2e"] == pytest.approx(4000 / 12500)
     assert moved["overlap"] == 0.25
+
+
+def test_transferred_prompt_tokens_do_not_count_as_computed_where_they_are_decoded():
+    summary = summarize(DISAGGREGATED, record(), record(state=State.FAILED))
+    assert summary["prompt_tokens_by_source"] == {"computed": 7, "transferred": 7}
+    assert sum(summary["prompt_tokens_by_source"].values()) == summary["prompt_tokens"]
+
+
+def test_computed_prompt_tokens_are_those_of_all_passes():
+    passes = [IterationRecord(0, n, tokens, 0, 0.0, 1.0) for n, tokens in enumerate((7, 0, 9))]
+    assert summarize(record(), iterations=passes)["computed_prompt_tokens"] == 16
 
 
 def test_stages_spread_the_parts_of_each_request():
@@ -222,6 +271,11 @@ def test_host_gap_and_preemptions_are_summed_up():
 def test_iterations_are_counted_by_what_they_computed():
     passes = [IterationRecord(0, n, *work, 0.0, 1.0) for n, work in enumerate([(9, 0), (9, 0), (0, 3), (9, 3)])]
     assert summarize(record(), iterations=passes)["iterations"] == {"prefill": 2, "decode": 1, "mixed": 1}
+
+
+def test_a_run_of_several_steps_counts_as_so_many_decode_iterations():
+    passes = [IterationRecord(0, 9, 0, 3, 0.0, 1.0, steps=10), IterationRecord(0, 10, 0, 3, 1.0, 1.1)]
+    assert summarize(record(), iterations=passes)["iterations"] == {"prefill": 0, "decode": 11, "mixed": 0}
 
 
 def test_summary_keys_do_not_depend_on_values():
