@@ -28,6 +28,9 @@ from pdjax.workload import Workload
 
 COMPARED = ("colocated", "disaggregated", "dynamic")
 
+LOG_EVENTS = absl_flags.DEFINE_bool(
+    "log_events", False, "Write every event to events.jsonl in --out (events-NAME.jsonl of each of several schedulers)."
+)
 absl_flags.adopt_module_key_flags(flags)  # --help shows them
 absl_flags.set_default(flags.SCHEDULER, "all")
 absl_flags.set_default(flags.OUT, "out")
@@ -40,6 +43,15 @@ def schedulers(value: str) -> tuple[str, ...]:
         if name not in SCHEDULERS or names.count(name) > 1:
             raise ValueError(f"scheduler is {value!r}; allowed: all, or some of {', '.join(SCHEDULERS)} with commas")
     return names
+
+
+def event_log(name: str, names: Sequence[str]) -> str:
+    """Where the run of scheduler `name`, one of `names`, writes its events; "" for nowhere."""
+    if not LOG_EVENTS.value:
+        return ""
+    if not flags.OUT.value:
+        raise ValueError("log_events is True without out; allowed: with a folder to write to")
+    return str(Path(flags.OUT.value) / ("events.jsonl" if len(names) == 1 else f"events-{name}.jsonl"))
 
 
 def build_workload(configs: Sequence[EngineConfig]) -> Workload:
@@ -64,6 +76,7 @@ def serve(
     *,
     warmup_requests: int = 0,
     targets: Sequence[metrics.Target] = (),
+    attainment: float = metrics.ATTAINMENT,
     make_engine: Callable[..., Any] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Report]]:
     """Plays the workload once per configuration, one engine after the other.
@@ -83,7 +96,7 @@ def serve(
                     "scheduler": name,
                     "model": config.model,
                     "dtype": build.dtype_of(config),
-                    **reports[name].summary(targets=targets),
+                    **reports[name].summary(targets=targets, attainment=attainment),
                     "warmup_s": engine.warmup_s,
                     "compile_s": engine.compile_s,
                     "compiles_while_serving": engine.compiles_while_serving,
@@ -121,7 +134,8 @@ def _play(engine: Any, workload: Workload, console: Console, *, answers: bool) -
 def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
-    configs = {name: flags.build_config(scheduler=name) for name in schedulers(flags.SCHEDULER.value)}
+    names = schedulers(flags.SCHEDULER.value)
+    configs = {name: flags.build_config(scheduler=name, event_log=event_log(name, names)) for name in names}
     one = next(iter(configs.values()))
     devices = build.devices_for(one.devices)
     workload = build_workload(tuple(configs.values()))
@@ -138,6 +152,7 @@ def main(argv: list[str]) -> None:
         console,
         warmup_requests=flags.WARMUP_REQUESTS.value,
         targets=flags.build_targets(),
+        attainment=flags.ATTAINMENT.value,
     )
     limits = dataclasses.asdict(flags.build_slo())
     words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)

@@ -45,7 +45,7 @@ def scheduler_of(config: EngineConfig) -> Scheduler:
     if isinstance(named, str):
         if named not in SCHEDULERS:
             raise ValueError(f"scheduler is {named!r}; allowed: {names}, or a Scheduler")
-        return SCHEDULERS[named](1 if config.stream_layers else None)
+        return SCHEDULERS[named](config.stream_from)
     if isinstance(named, type):
         raise ValueError(f"scheduler is the class {named.__name__}; allowed: an object of it, {names}")
     for method in ("place", "hand_off", "iterate"):

@@ -40,6 +40,8 @@ class EngineConfig:
         seed: of sampling, for requests that bring none.
         warmup: compile every program before the first request.
         compilation_cache: folder of JAX's persistent compilation cache; "" turns it off.
+        event_log: file that every event of the controller and the commands that follow are written to
+            (`pdjax.eventlog`); "": none.
     """
 
     model: str = "smollm2-135m"
@@ -66,6 +68,7 @@ class EngineConfig:
     seed: int = 0
     warmup: bool = True
     compilation_cache: str = "~/.cache/pdjax/xla"
+    event_log: str = ""
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
@@ -97,11 +100,18 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 0)
         if self.max_model_len == 1:
             raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
+        if not isinstance(self.event_log, str):
+            raise ValueError(f"event_log is {self.event_log!r}; allowed: a path as text, or an empty one")
         if not isinstance(self.verify_kv, bool):
             raise ValueError(f"verify_kv is {self.verify_kv!r}; allowed: True, False")
         timeout = self.transfer_timeout_s
         if not is_number(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
             raise ValueError(f"transfer_timeout_s is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")
+
+    @property
+    def stream_from(self) -> int | None:
+        """What a named policy is told: from how many prompt tokens on KV is streamed; None: never."""
+        return 1 if self.stream_layers else None
 
     @property
     def devices(self) -> int:

@@ -33,7 +33,7 @@ def test_without_flags_the_configuration_is_the_default_one():
 
 
 def test_every_field_of_the_configuration_that_a_user_tunes_has_a_flag():
-    fixed = {"transfer_timeout_s", "warmup", "compilation_cache"}
+    fixed = {"transfer_timeout_s", "warmup", "compilation_cache", "event_log"}  # serve has --log_events
     names = {field.name for field in dataclasses.fields(EngineConfig)}
     assert names - fixed <= set(flags.given())
 
@@ -93,6 +93,12 @@ def test_the_preset_gives_the_limits_and_own_flags_replace_them():
 
 def test_targets_are_those_of_the_preset():
     assert [target.percentile for target in flags.build_targets()] == [95, 95, 99]
+
+
+def test_the_attainment_is_ninety_percent_unless_told_otherwise():
+    assert flags.ATTAINMENT.value == 0.9
+    with pytest.raises(absl_flags.IllegalFlagValueError, match="attainment"):
+        set_flags("--attainment=0")
 
 
 def test_a_limit_of_zero_is_refused_by_name():

@@ -6,6 +6,8 @@ import subprocess
 import sys
 
 import pytest
+from absl import flags as absl_flags
+from absl.testing import flagsaver
 from rich.console import Console
 
 from pdjax import metrics
@@ -137,6 +139,19 @@ def test_an_unknown_or_repeated_scheduler_is_refused(value):
         serve.schedulers(value)
 
 
+def test_events_are_logged_into_the_folder_only_when_asked_for():
+    with flagsaver.flagsaver():
+        absl_flags.FLAGS.unparse_flags()
+        absl_flags.FLAGS(["test", "--out=there"])
+        assert serve.event_log("dynamic", ["dynamic"]) == ""
+        absl_flags.FLAGS(["test", "--log_events"])
+        assert serve.event_log("dynamic", ["dynamic"]) == "there/events.jsonl"
+        assert serve.event_log("dynamic", ["colocated", "dynamic"]) == "there/events-dynamic.jsonl"
+        absl_flags.FLAGS(["test", "--out="])
+        with pytest.raises(ValueError, match="log_events is True without out; allowed"):
+            serve.event_log("dynamic", ["dynamic"])
+
+
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
@@ -207,8 +222,12 @@ def test_the_table_puts_goodput_beside_throughput():
     assert float(rows["goodput at SLO, requests/s"][0]) < float(rows["throughput, requests/s"][0])
     names = list(rows)
     assert names.index("goodput at SLO, requests/s") == names.index("throughput, requests/s") + 1
-    assert rows["met the SLO"] == ["75%"] * 2
+    assert rows["met the SLO"] == ["75% below 90%"] * 2
     assert rows["warm-up, s"] == ["3.5"] * 2
+
+
+def test_the_table_says_whether_the_attainment_is_reached():
+    assert printed(run("dynamic", attainment=0.75)[0])["met the SLO"] == ["75% reaches 75%"]
 
 
 def test_the_table_checks_the_targets():
@@ -232,6 +251,7 @@ def test_a_table_without_a_finished_request_can_be_printed():
         ("--workload=fixed:0,1", "workload has lengths '0,1'"),
         ("--decode_tp=0", "decode_tp"),
         ("--warmup_requests=16", "warmup_requests is 16"),
+        ("--attainment=0", "attainment"),
         ("--nonsense=1", "nonsense"),
     ],
 )

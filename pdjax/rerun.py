@@ -1,0 +1,238 @@
+"""Runs a log of events again: `replay` shows that the controller still decides alike, `workload_of` and `simulate` show
+what another policy would have made of the same requests. A `pdjax.eventlog.Log` enters, reports leave. Called by the
+launcher `replay_events` and by users.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from pdjax.controller import Controller
+from pdjax.eventlog import Entry, Header, Log
+from pdjax.latency import LatencyModel
+from pdjax.messages import Arrival, Command, InstanceSpec, Role, Tick
+from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.report import Report
+from pdjax.request import Request, State
+from pdjax.schedulers import SCHEDULERS
+from pdjax.schedulers.base import Scheduler, Traits, traits_of
+from pdjax.simulated import SimulatedCluster
+
+RUN_STEPS = 4096  # decode steps that the simulation may take at once: no limit in practice
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Replayed:
+    """What came of a replay.
+
+    Attributes:
+        events, commands: how many were equal; all of them where there is no difference.
+        difference: the first one, in words; "" if there is none.
+        report: of the recorded run, up to there.
+    """
+
+    events: int
+    commands: int
+    difference: str
+    report: Report
+
+
+def policy_of(header: Header) -> Scheduler:
+    """A fresh policy like the recorded one.
+
+    Raises:
+        ValueError: it was a user's own.
+    """
+    if header.scheduler not in SCHEDULERS:
+        raise ValueError(
+            f"scheduler of the log is {header.scheduler!r}; allowed without the policy itself: {', '.join(SCHEDULERS)}"
+        )
+    return SCHEDULERS[header.scheduler](header.stream_from)
+
+
+def replay(log: Log, scheduler: Scheduler | None = None) -> Replayed:
+    """Gives the events to a fresh controller and compares its commands with the recorded ones, one by one.
+
+    Args:
+        log: the events; the answers of the sink are taken from it too.
+        scheduler: a fresh policy like the recorded one; None: made by `policy_of`, with its ValueError.
+    """
+    header = log.header
+    sink = _Sink()
+    controller = Controller(
+        header.specs,
+        policy_of(header) if scheduler is None else scheduler,
+        header.latency,
+        sink,
+        header.transfer_timeout_s,
+        header.max_queue,
+        header.max_steps,
+    )
+    equal = 0
+    for number, entry in enumerate(log.entries):
+        sink.ends, sink.count = entry.ends, 0
+        commands, raised = _handle(controller, entry)
+        if difference := _difference(entry, commands, raised):
+            where = f"event {number} ({type(entry.event).__name__} at {entry.time_s:.6f} s): {difference}"
+            return Replayed(number, equal, where, sink.report(header.specs))
+        equal += len(commands)
+    return Replayed(len(log.entries), equal, "", sink.report(header.specs))
+
+
+def workload_of(log: Log) -> list[Request]:
+    """The requests of a log, for another policy: they arrive at the recorded times, the first at 0.
+
+    An answer has the length that it had, whatever ended it (a stop, an abort, a deadline), and at least one token;
+    where the recorded run gave none (rejected, failed, or still under way), it has the length that was asked for.
+    """
+    asked = [entry.event.request for entry in log.entries if isinstance(entry.event, Arrival)]
+    ends = {request: (state, tokens) for entry in log.entries for request, state, tokens in entry.done}
+    start_s = min((request.arrival_s for request in asked), default=0.0)
+    requests = []
+    for request in asked:
+        state, tokens = ends.get(request.id, (State.FAILED, 0))
+        length = max(tokens, 1) if state in (State.FINISHED, State.ABORTED) else request.sampling.max_tokens
+        requests.append(
+            dataclasses.replace(
+                request,
+                sampling=dataclasses.replace(request.sampling, max_tokens=length, stop=()),
+                stop_ids=frozenset(),
+                arrival_s=request.arrival_s - start_s,
+                deadline_s=None,
+            )
+        )
+    return requests
+
+
+def simulate(requests: Sequence[Request], header: Header, scheduler: Scheduler) -> Report:
+    """Serves requests in virtual time, on the instances and with the limits of a header.
+
+    Raises:
+        ValueError: the instances cannot be given the roles that the policy needs; see `instances_for`.
+    """
+    specs, latency = instances_for(header, traits_of(scheduler))
+    sink, cluster = _Sink(), SimulatedCluster(specs, latency)
+    controller = Controller(
+        specs, scheduler, latency, sink, header.transfer_timeout_s, header.max_queue, max_steps=RUN_STEPS
+    )
+    for request in requests:
+        cluster.post(Arrival(request), request.arrival_s)
+    while True:
+        deadline = controller.next_deadline()
+        event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
+        if event is None and deadline is None:
+            return sink.report(specs)
+        for command in controller.handle(event or Tick(), cluster.now()):
+            cluster.submit(command)
+
+
+def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, ...], tuple[LatencyModel, ...]]:
+    """The instances of a log with the roles and abilities that another policy needs, and their latency models.
+
+    A colocated policy gets them all as mixed ones; any other, of mixed ones, the first half to prefill and the rest to
+    decode. An instance that must now do what it had no programs for gets the limits and the coefficients of one that
+    had them.
+
+    Raises:
+        ValueError: there is but one instance for two roles; or none that could do it; or instances that would have to
+            stand in for each other have different meshes.
+    """
+    specs = header.specs
+    if traits.colocated:
+        roles = [Role.MIXED] * len(specs)
+    elif all(spec.role is Role.MIXED for spec in specs):
+        roles = [Role.PREFILL if spec.index < len(specs) // 2 else Role.DECODE for spec in specs]
+        if len(specs) == 1:
+            raise ValueError("the log has 1 instance; allowed with a policy of two roles: 2 or more")
+    else:
+        roles = [spec.role for spec in specs]
+    made = []
+    for spec, model, role in zip(specs, header.latency, roles, strict=True):
+        changed = dataclasses.replace(spec, role=role)
+        if role is not Role.PREFILL or traits.prefill_decodes:
+            changed, model = _able(changed, model, header, "max_rows", ("row_buckets",), slice(3, 6))
+        if role is not Role.DECODE or traits.decode_prefills:
+            changed, model = _able(changed, model, header, "max_chunk", ("chunk_buckets", "max_chunks"), slice(1, 3))
+        made.append((changed, model))
+    return tuple(spec for spec, _ in made), tuple(model for _, model in made)
+
+
+def _able(
+    spec: InstanceSpec, model: LatencyModel, header: Header, limit: str, more: tuple[str, ...], part: slice
+) -> tuple[InstanceSpec, LatencyModel]:
+    """An instance without `limit` (it is 0) gets it, and what goes with it, from one that has it."""
+    if getattr(spec, limit):
+        return spec, model
+    for other, theirs in zip(header.specs, header.latency, strict=True):
+        if not getattr(other, limit):
+            continue
+        if (other.devices, other.pp) != (spec.devices, spec.pp):
+            raise ValueError(
+                f"the log has instances of {spec.devices} and {other.devices} devices (pp {spec.pp} and {other.pp}); "
+                "allowed with a policy that gives them each other's work: equal ones"
+            )
+        mine: list[Any] = list(model.iteration)
+        mine[part] = theirs.iteration[part]
+        mine[0] = max(model.iteration[0], theirs.iteration[0])
+        changes: dict[str, Any] = {name: getattr(other, name) for name in (limit, *more)}
+        return dataclasses.replace(spec, **changes), dataclasses.replace(model, iteration=tuple(mine))  # type: ignore[arg-type]
+    raise ValueError(f"no instance of the log has {limit}; allowed with this policy: at least one")
+
+
+def _handle(controller: Controller, entry: Entry) -> tuple[list[Command], str]:
+    try:
+        return controller.handle(entry.event, entry.time_s), ""
+    except Exception as error:  # what ended the recorded controller must end this one too
+        return [], f"{type(error).__name__}: {error}"
+
+
+def _difference(entry: Entry, commands: list[Command], raised: str) -> str:
+    if raised != entry.raised:
+        return f"raises {raised or 'nothing'}; recorded: {entry.raised or 'nothing'}"
+    for number, (now, before) in enumerate(itertools.zip_longest(commands, entry.commands)):
+        if now != before:
+            return f"command {number} is {_short(now, before)}; recorded: {_short(before, now)}"
+    return ""
+
+
+def _short(command: Command | None, other: Command | None) -> str:
+    """A command, or of one that differs from `other` in some fields, only these."""
+    if type(command) is not type(other) or command is None:
+        return repr(command)
+    differing = [
+        f"{field.name}={getattr(command, field.name)!r}"
+        for field in dataclasses.fields(command)
+        if getattr(command, field.name) != getattr(other, field.name)
+    ]
+    return f"{type(command).__name__}({', '.join(differing)}, ...)"
+
+
+class _Sink:
+    """Keeps the records; says that a text ends where `ends` says so, by the number of the token in its event."""
+
+    def __init__(self) -> None:
+        self.ends: tuple[int, ...] = ()
+        self.count = 0
+        self._records: dict[int, RequestRecord] = {}
+        self._iterations: list[IterationRecord] = []
+        self._transfers: list[TransferRecord] = []
+
+    def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
+        self.count += 1
+        return self.count - 1 in self.ends
+
+    def done(self, request: Request, record: RequestRecord) -> None:
+        self._records[request.id] = record
+
+    def iteration(self, record: IterationRecord) -> None:
+        self._iterations.append(record)
+
+    def transfer(self, record: TransferRecord) -> None:
+        self._transfers.append(record)
+
+    def report(self, specs: tuple[InstanceSpec, ...]) -> Report:
+        records = [self._records[number] for number in sorted(self._records)]
+        first = min((record.timeline.arrival_s for record in records), default=0.0)
+        last = max((record.timeline.finished_s or 0.0 for record in records), default=0.0)
+        return Report(records, self._iterations, self._transfers, last - first, specs)
