@@ -131,6 +131,13 @@ def _play(engine: Any, workload: Workload, console: Console, *, answers: bool) -
         return engine.replay(workload, progress=lambda done, total: bar.update(task, completed=done))
 
 
+def check(entries: Sequence[Mapping[str, Any]]) -> None:
+    """Exit with status 1 if a request of any run failed: its numbers are those of another workload."""
+    failed = {entry["scheduler"]: entry["failed"] for entry in entries if entry["failed"]}
+    if failed:
+        sys.exit(f"error: requests failed: {failed}; the reasons are in requests.jsonl")
+
+
 def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
@@ -164,9 +171,7 @@ def main(argv: list[str]) -> None:
         origin = provenance.collect(flags.given(), devices=devices)
         report.write(folder, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
         console.print(f"{folder}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)
-    failed = {entry["scheduler"]: entry["failed"] for entry in entries if entry["failed"]}
-    if failed:
-        sys.exit(f"error: requests failed: {failed}; the reasons are in requests.jsonl")
+    check(entries)
 
 
 if __name__ == "__main__":

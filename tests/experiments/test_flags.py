@@ -6,9 +6,13 @@ import pytest
 from absl import flags as absl_flags
 from absl.testing import flagsaver
 
+from pdjax import build, provenance
 from pdjax.config import EngineConfig
 from pdjax.experiments import flags
+from pdjax.messages import Role
+from pdjax.models import source
 from pdjax.request import SLO
+from pdjax.schedulers.base import traits_of
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +48,16 @@ def test_flags_set_the_fields_they_are_named_for():
     assert config == EngineConfig(
         model="tiny", dtype="float32", decode_tp=2, stream_layers=3, seed=5, scheduler="dynamic"
     )
+
+
+def test_both_sides_may_have_meshes_of_their_own_and_both_are_told():
+    set_flags("--model=tiny", "--prefill_tp=1", "--decode_tp=2")
+    config = flags.build_config()
+    model = source.resolve("tiny").config
+    built = build.specs_of(config, model, traits_of(build.scheduler_of(config)))
+    assert [(spec.role, spec.devices) for spec in built] == [(Role.PREFILL, 1), (Role.DECODE, 2)]
+    told = provenance.collect(flags.given())["flags"]
+    assert (told["prefill_tp"], told["decode_tp"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

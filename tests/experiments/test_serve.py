@@ -122,6 +122,32 @@ def test_the_summary_can_be_written_with_all_its_files(tmp_path):
     assert [entry["completed"] for entry in written["runs"]] == [4, 4]
 
 
+def test_a_run_with_failed_requests_ends_with_an_error():
+    serve.check([{"scheduler": "colocated", "failed": 0}])
+    with pytest.raises(SystemExit, match=r"error: requests failed: \{'dynamic': 2\}"):
+        serve.check([{"scheduler": "colocated", "failed": 0}, {"scheduler": "dynamic", "failed": 2}])
+
+
+# The keys of a run in summary.json that others rely on.
+SPREAD = {"mean", "p50", "p90", "p95", "p99", "max"}
+KEYS = {
+    "scheduler", "model", "devices", "num_requests", "completed", "rejected", "failed", "aborted", "preempted",
+    "duration_s", "throughput_rps", "output_tokens_per_s", "goodput_rps", "slo_attainment", "attainment_target",
+    "attained", "compile_s", "compiles_while_serving", "capacity",
+}  # fmt: skip
+GROUPS = {
+    "ttft_ms": SPREAD, "tpot_ms": SPREAD, "itl_ms": SPREAD, "e2e_ms": SPREAD, "host_gap_ms": SPREAD,
+    "stages_ms": set(metrics.PARTS), "kv_transfer": {"count", "bytes", "ms", "share_of_e2e", "overlap"},
+}  # fmt: skip
+
+
+def test_an_entry_has_every_key_that_is_documented():
+    entry = run("dynamic")[0][0]
+    assert KEYS | GROUPS.keys() <= entry.keys()
+    assert {name: set(entry[name]) for name in GROUPS} == GROUPS
+    assert set(entry["kv_transfer"]["ms"]) == SPREAD
+
+
 # --- which schedulers -----------------------------------------------------------------------------------------------
 
 
