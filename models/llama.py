@@ -18,21 +18,12 @@ from jax import lax
 
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import LayerKV
+from pdjax.models.linear import linear, linear_columns
 from pdjax.models.params import embed_params, head_params, layer_params
 from pdjax.models.rope import rotate
 from pdjax.models.sharding import TP
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, LayerKV], tuple[jax.Array, LayerKV]]
-
-
-def linear(x: jax.Array, w: jax.Array) -> jax.Array:
-    """x [R, I] float32 times w [I, O], accumulated and returned in float32."""
-    if w.dtype == jnp.float32:
-        return jnp.dot(x, w, precision=lax.Precision.HIGHEST)
-    if x.shape[0] == 1:
-        # XLA:CPU has its fast bf16 kernel from two rows on: 88 ms against 7 for the linears of a 135M model.
-        return linear(jnp.concatenate([x, x]), w)[:1]
-    return jnp.einsum("ri,io->ro", x.astype(w.dtype), w, preferred_element_type=jnp.float32)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -54,17 +45,17 @@ class Attention(nnx.Module):
     ) -> tuple[jax.Array, LayerKV, tuple[jax.Array, jax.Array]]:
         """x [R, D], angles [R, H/2] -> ([R, D], the cache with these rows in it, fresh (k, v), each [R, K, H])."""
         wq, wkv, wo = self.wq[...], self.wkv[...], self.wo[...]
-        (D, K, G, H), R = wq.shape, x.shape[0]
+        (K, G, H, D), R = wq.shape, x.shape[0]
         h = rms_norm(x, self.attn_norm[...], self.config.rms_eps)
-        q = linear(h, wq.reshape(D, K * G * H)).reshape(R, K, G, H)
-        kv = linear(h, wkv.reshape(D, 2 * K * H)).reshape(R, 2, K, H)
+        q = linear(h, wq.reshape(K * G * H, D)).reshape(R, K, G, H)
+        kv = linear(h, wkv.reshape(2 * K * H, D)).reshape(R, 2, K, H)
         if self.bq is not None and self.bkv is not None:
             q = q + self.bq[...].astype(jnp.float32)[None]
             kv = kv + self.bkv[...].astype(jnp.float32)[None]
         q, k = rotate(q, cos, sin), rotate(kv[:, 0], cos, sin)
         k, v = k.astype(cache.k.dtype), kv[:, 1].astype(cache.v.dtype)
         o, cache = attend(q, k, v, cache)  # [R, K, G, H]
-        y = _sum_shards(linear(o.reshape(R, K * G * H), wo.reshape(K * G * H, D)), self.tp)
+        y = _sum_shards(linear(o.reshape(R, K * G * H), wo.reshape(D, K * G * H)), self.tp)
         if self.bo is not None:
             y = y + self.bo[...].astype(jnp.float32)[None]
         return y, cache, (k, v)
@@ -82,9 +73,9 @@ class Mlp(nnx.Module):
     def __call__(self, x: jax.Array) -> jax.Array:
         """[R, D] -> [R, D]."""
         w = self.w_gate_up[...]
-        D, _, F = w.shape
+        _, F, D = w.shape
         h = rms_norm(x, self.mlp_norm[...], self.config.rms_eps)
-        h = linear(h, w.reshape(D, 2 * F)).reshape(x.shape[0], 2, F)
+        h = linear(h, w.reshape(2 * F, D)).reshape(x.shape[0], 2, F)
         if self.b_gate_up is not None:
             h = h + self.b_gate_up[...].astype(jnp.float32)[None]
         y = _sum_shards(linear(nnx.silu(h[:, 0]) * h[:, 1], self.w_down[...]), self.tp)
@@ -134,18 +125,11 @@ class Head(nnx.Module):
         self.table = nnx.Param(params["embed" if config.tied else "head"])
 
     def __call__(self, x: jax.Array) -> jax.Array:
-        """x [R, D] -> this shard's logits, [V / tp, R] float32; -inf for ids that only pad the vocabulary.
-
-        The vocabulary comes first because XLA:CPU multiplies a large left operand by a thin right one in half the
-        time of the other order (11 ms against 22 at 49152 x 576 and 8 rows), which a final transpose would eat up.
-        """
+        """x [R, D] -> this shard's logits, [V / tp, R] float32; -inf for ids that only pad the vocabulary."""
         w = self.table[...]  # [V / tp, D]
-        h = rms_norm(x, self.final_norm[...], self.config.rms_eps)
-        if w.dtype == jnp.float32:
-            y = jnp.dot(w, h.T, precision=lax.Precision.HIGHEST)
-        else:
-            two = jnp.concatenate([h, h]) if h.shape[0] == 1 else h  # as in `linear`
-            y = jnp.einsum("ri,vi->rv", two.astype(w.dtype), w, preferred_element_type=jnp.float32).T[:, : h.shape[0]]
+        y = linear_columns(rms_norm(x, self.final_norm[...], self.config.rms_eps), w)
+        if w.shape[0] * self.tp == self.config.vocab_size:
+            return y
         ids = _first_id(w.shape[0], self.tp) + jnp.arange(w.shape[0])
         return jnp.where(ids[:, None] < self.config.vocab_size, y, -jnp.inf)
 

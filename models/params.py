@@ -1,12 +1,13 @@
 """The parameters of a model: names, shapes, shardings, and where each comes from in a checkpoint.
 
 One table, used by the flax modules (to declare), by the loaders (to fill) and by converters (to write). Checkpoint
-tensors have their Hugging Face names and layout ([out, in] for linear weights); `Param.axes` and `Param.sources` say
-how to get from there to the layout below, which is [in, out] with the heads as axes of their own:
+tensors have their Hugging Face names and layout ([out, in] for linear weights); `Param.out_axes`, `in_axes` and `sources`
+say how to get from there to the layout below, which keeps that order (`models.linear` says why) and makes the heads axes
+of their own:
 
     embed [V, D]      head [V, D] (untied)     final_norm [D]
-    layers.i:  attn_norm [D]  wq [D, K, G, H]  wkv [D, 2, K, H]  wo [K, G, H, D]   (bq [K, G, H], bkv [2, K, H], bo [D])
-               mlp_norm [D]   w_gate_up [D, 2, F]  w_down [F, D]                   (b_gate_up [2, F], b_down [D])
+    layers.i:  attn_norm [D]  wq [K, G, H, D]  wkv [2, K, H, D]  wo [D, K, G, H]   (bq [K, G, H], bkv [2, K, H], bo [D])
+               mlp_norm [D]   w_gate_up [2, F, D]  w_down [D, F]                   (b_gate_up [2, F], b_down [D])
 
 V and F are zero-padded to a multiple of tp.
 """
@@ -31,7 +32,7 @@ class Param:
         stack: that axis, or None.
         out_axes: axes of one source (the stack axis left out) that its [out] dimension unfolds to, in order.
         in_axes: likewise for [in]; empty for vectors.
-            Example wo: source [D, K*G*H], out_axes (3,), in_axes (0, 1, 2).
+            Example wo: source [D, K*G*H], out_axes (0,), in_axes (1, 2, 3).
         norm: kept in float32 whatever the dtype of the weights.
     """
 
@@ -74,12 +75,12 @@ def layer_params(config: ModelConfig, tp: int, layer: int) -> dict[str, Param]:
     P = PartitionSpec
     table = {
         "attn_norm": Param((D,), P(), (w(f"{at}input_layernorm"),), (0,), norm=True),
-        "wq": Param((D, K, G, H), P(None, KV, REP), (w(q),), (1, 2, 3), (0,)),
-        "wkv": Param((D, 2, K, H), P(None, None, KV), (w(k), w(v)), (1, 2), (0,), stack=1),
-        "wo": Param((K, G, H, D), P(KV, REP), (w(o),), (3,), (0, 1, 2)),
+        "wq": Param((K, G, H, D), P(KV, REP), (w(q),), (0, 1, 2), (3,)),
+        "wkv": Param((2, K, H, D), P(None, KV), (w(k), w(v)), (0, 1), (2,), stack=0),
+        "wo": Param((D, K, G, H), P(None, KV, REP), (w(o),), (0,), (1, 2, 3)),
         "mlp_norm": Param((D,), P(), (w(f"{at}post_attention_layernorm"),), (0,), norm=True),
-        "w_gate_up": Param((D, 2, F), P(None, None, TP), (w(gate), w(up)), (1,), (0,), stack=1),
-        "w_down": Param((F, D), P(TP), (w(down),), (1,), (0,)),
+        "w_gate_up": Param((2, F, D), P(None, TP), (w(gate), w(up)), (0,), (1,), stack=0),
+        "w_down": Param((D, F), P(None, TP), (w(down),), (0,), (1,)),
     }
     if config.attention_bias:
         table["bq"] = Param((K, G, H), P(KV, REP), (b(q),), (0, 1, 2))

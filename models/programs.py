@@ -23,6 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pdjax.models import attention
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import POOL_SPEC, WIRE_SPEC, LayerKV
+from pdjax.models.linear import CPU_OPTIONS
 from pdjax.models.llama import embed_graph, head_graph, layer_graph, merge
 from pdjax.models.params import Weights, embed_params, head_params, layer_params
 from pdjax.models.plan import HeadRows, PassShape, Step, page_writes, unpack_pass, write_entries
@@ -194,4 +195,9 @@ def _compiled(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
     shardings = jax.tree.map(
         lambda spec: NamedSharding(mesh, spec), out_specs, is_leaf=lambda x: isinstance(x, PartitionSpec)
     )
-    return jax.jit(inner, out_shardings=shardings, donate_argnums=() if donate is None else (donate,))
+    return jax.jit(
+        inner,
+        out_shardings=shardings,
+        donate_argnums=() if donate is None else (donate,),
+        compiler_options=CPU_OPTIONS if mesh.devices.flat[0].platform == "cpu" else None,
+    )

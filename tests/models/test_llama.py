@@ -75,17 +75,17 @@ def dense_logits(config: ModelConfig) -> np.ndarray:
     for layer in loaded.layers.values():
         w = {name: np.asarray(a, np.float64) for name, a in layer.items()}
         h = norm(x, w["attn_norm"])
-        q = np.einsum("td,dkgh->tkgh", h, w["wq"]) + w.get("bq", 0)
-        k, v = (np.einsum("td,dkh->tkh", h, w["wkv"][:, i]) + (w["bkv"][i] if "bkv" in w else 0) for i in (0, 1))
+        q = np.einsum("td,kghd->tkgh", h, w["wq"]) + w.get("bq", 0)
+        k, v = (np.einsum("td,khd->tkh", h, w["wkv"][i]) + (w["bkv"][i] if "bkv" in w else 0) for i in (0, 1))
         q, k = rope(q.reshape(T, -1, H)), np.repeat(rope(k), G, axis=1)
         scores = np.einsum("qnh,knh->nqk", q, k) / np.sqrt(H)
         scores[:, ~np.tril(np.ones((T, T), bool))] = -np.inf
         share = np.exp(scores - scores.max(-1, keepdims=True))
         o = np.einsum("nqk,knh->qnh", share / share.sum(-1, keepdims=True), np.repeat(v, G, axis=1))
-        x = x + o.reshape(T, -1) @ w["wo"].reshape(-1, config.hidden_size) + w.get("bo", 0)
+        x = x + o.reshape(T, -1) @ w["wo"].reshape(config.hidden_size, -1).T + w.get("bo", 0)
         h = norm(x, w["mlp_norm"])
-        gate, up = (h @ w["w_gate_up"][:, i] + (w["b_gate_up"][i] if "b_gate_up" in w else 0) for i in (0, 1))
-        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["w_down"] + w.get("b_down", 0)
+        gate, up = (h @ w["w_gate_up"][i].T + (w["b_gate_up"][i] if "b_gate_up" in w else 0) for i in (0, 1))
+        x = x + (gate / (1 + np.exp(-gate)) * up) @ w["w_down"].T + w.get("b_down", 0)
     return norm(x[-1], outer["final_norm"]) @ outer.get("head", outer["embed"]).T
 
 

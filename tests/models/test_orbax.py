@@ -68,7 +68,7 @@ def test_broken_manifest_is_named(tmp_path, text):
     [
         ({"num_layers": 3}, r"array 'layers.2.attn_norm' is missing"),
         ({"num_layers": 1}, r"array 'layers.1.attn_norm' has shape \[64\]; allowed by the config: no such array"),
-        ({"ffn_size": 160}, r"array 'layers.0.w_down' has shape \[172, 64\]; allowed by the config: shape \[160, 64\]"),
+        ({"ffn_size": 160}, r"array 'layers.0.w_down' has shape \[64, 172\]; allowed by the config: shape \[64, 160\]"),
         ({"tied": False}, r"array 'outer.head' is missing"),
     ],
 )

@@ -23,12 +23,12 @@ def expected_layer(arrays, config, layer):
 
     result = {
         "attn_norm": w("input_layernorm.weight"),
-        "wq": w("self_attn.q_proj.weight").T.reshape(D, K, G, H),
-        "wkv": np.stack([w(f"self_attn.{n}_proj.weight").T.reshape(D, K, H) for n in "kv"], 1),
-        "wo": w("self_attn.o_proj.weight").T.reshape(K, G, H, D),
+        "wq": w("self_attn.q_proj.weight").reshape(K, G, H, D),
+        "wkv": np.stack([w(f"self_attn.{n}_proj.weight").reshape(K, H, D) for n in "kv"]),
+        "wo": w("self_attn.o_proj.weight").reshape(D, K, G, H),
         "mlp_norm": w("post_attention_layernorm.weight"),
-        "w_gate_up": np.stack([w(f"mlp.{n}_proj.weight").T for n in ("gate", "up")], 1),
-        "w_down": w("mlp.down_proj.weight").T,
+        "w_gate_up": np.stack([w(f"mlp.{n}_proj.weight") for n in ("gate", "up")]),
+        "w_down": w("mlp.down_proj.weight"),
     }
     if config.attention_bias:
         result["bq"] = w("self_attn.q_proj.bias").reshape(K, G, H)
@@ -119,7 +119,7 @@ def test_blocks_of_rows_join_seamlessly(files, tmp_path, monkeypatch):
     monkeypatch.setattr(weights, "_BLOCK_BYTES", 4 * 48 * 5)  # five rows
     loaded = on(found, 2)
     assert_equal(loaded.outer["embed"], arrays["model.embed_tokens.weight"])
-    assert_equal(loaded.layers[1]["w_down"], arrays["model.layers.1.mlp.down_proj.weight"].T)
+    assert_equal(loaded.layers[1]["w_down"], arrays["model.layers.1.mlp.down_proj.weight"])
 
 
 def refused(files, tmp_path, table, arrays, message):
