@@ -26,10 +26,9 @@ def encode(value: Any) -> Json:
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if dataclasses.is_dataclass(value):
+        kind: Any = type(value)
         # A field without a default has `MISSING`, which nothing equals.
-        return {
-            name: encode(held) for name, default in _defaults(type(value)) if (held := getattr(value, name)) != default
-        }
+        return {name: encode(held) for name, default in _defaults(kind) if (held := getattr(value, name)) != default}
     if isinstance(value, enum.Enum):
         return value.value
     if isinstance(value, tuple):
@@ -45,7 +44,8 @@ def decode(kind: type[T], data: Json) -> T:
     Raises:
         ValueError: `data` is no such value; the message names the field.
     """
-    value: T = _reader(kind)(data, kind.__name__)
+    hint: Any = kind
+    value: T = _reader(hint)(data, kind.__name__)
     return value
 
 

@@ -151,15 +151,15 @@ def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, .
     for spec, model, role in zip(specs, header.latency, roles, strict=True):
         changed = dataclasses.replace(spec, role=role)
         if role is not Role.PREFILL or traits.prefill_decodes:
-            changed, model = _able(changed, model, header, "max_rows", ("row_buckets",), slice(3, 6))
+            changed, model = _able(changed, model, header, "max_rows", ("row_buckets",), range(3, 6))
         if role is not Role.DECODE or traits.decode_prefills:
-            changed, model = _able(changed, model, header, "max_chunk", ("chunk_buckets", "max_chunks"), slice(1, 3))
+            changed, model = _able(changed, model, header, "max_chunk", ("chunk_buckets", "max_chunks"), range(1, 3))
         made.append((changed, model))
     return tuple(spec for spec, _ in made), tuple(model for _, model in made)
 
 
 def _able(
-    spec: InstanceSpec, model: LatencyModel, header: Header, limit: str, more: tuple[str, ...], part: slice
+    spec: InstanceSpec, model: LatencyModel, header: Header, limit: str, more: tuple[str, ...], part: range
 ) -> tuple[InstanceSpec, LatencyModel]:
     """An instance without `limit` (it is 0) gets it, and what goes with it, from one that has it."""
     if getattr(spec, limit):
@@ -172,11 +172,12 @@ def _able(
                 f"the log has instances of {spec.devices} and {other.devices} devices (pp {spec.pp} and {other.pp}); "
                 "allowed with a policy that gives them each other's work: equal ones"
             )
-        mine: list[Any] = list(model.iteration)
-        mine[part] = theirs.iteration[part]
-        mine[0] = max(model.iteration[0], theirs.iteration[0])
+        iteration: Any = tuple(
+            max(mine, others) if index == 0 else others if index in part else mine
+            for index, (mine, others) in enumerate(zip(model.iteration, theirs.iteration, strict=True))
+        )
         changes: dict[str, Any] = {name: getattr(other, name) for name in (limit, *more)}
-        return dataclasses.replace(spec, **changes), dataclasses.replace(model, iteration=tuple(mine))  # type: ignore[arg-type]
+        return dataclasses.replace(spec, **changes), dataclasses.replace(model, iteration=iteration)
     raise ValueError(f"no instance of the log has {limit}; allowed with this policy: at least one")
 
 
