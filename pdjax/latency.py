@@ -9,8 +9,10 @@ The published forms a + b*sum(L) + c*sum(L^2) (DistServe, prefill) and a + b*sum
 Times are seconds.
 """
 
+import bisect
 import dataclasses
 import functools
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
@@ -136,7 +138,6 @@ def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: Latency
 
 
 def bucket(buckets: Sequence[int], size: int) -> int:
-    """The smallest bucket that holds `size`; `size` itself where there are none."""
-    if size == 0:
-        return 0
-    return next((b for b in buckets if b >= size), size)
+    """The smallest of the ascending buckets that holds `size`; `size` itself where there are none, or it is 0."""
+    at = bisect.bisect_left(buckets, size)
+    return buckets[at] if size and at < len(buckets) else size
