@@ -12,7 +12,6 @@ Times are seconds.
 import bisect
 import dataclasses
 import functools
-import operator
 from collections.abc import Iterable, Sequence
 from typing import Any, cast
 
