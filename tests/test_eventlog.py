@@ -8,13 +8,13 @@ import pytest
 from pdjax import eventlog, rerun
 from pdjax.eventlog import EventLog, Header
 from pdjax.latency import LatencyModel
-from pdjax.messages import Abort, Arrival, Iteration, Role, Tick
+from pdjax.messages import Abort, Arrival, Cut, Iteration, Role, RunStarted, Tick
 from pdjax.request import SLO, SamplingParams, State
 from pdjax.schedulers import SCHEDULERS, Colocated, Disaggregated, Traits
 from pdjax.schedulers.base import traits_of
+from pdjax.simulated import Timing
 from pdjax.testing import Collector, FakeMachine, World, spec
 from tests.worlds import POLICIES, RoundRobin, ask, crowd, policy, specs
-
 
 EMPTY = Header("colocated", None, (), (), 60.0)
 
@@ -49,7 +49,8 @@ def play(path, instances, scheduler, *requests, name="disaggregated", aborts=(),
     )
     log = EventLog(path, told)
     log.begin(header)
-    w = World(instances, scheduler, sink=log, max_queue=max_queue, machine=FakeMachine)
+    machine = FakeMachine if max_steps == 1 else lambda spec: Timing()
+    w = World(instances, scheduler, sink=log, max_queue=max_queue, machine=machine, max_steps=max_steps)
     w.controller = Written(w.controller, log)
     w.add(*requests)
     for number, at_s in aborts:
@@ -147,6 +148,20 @@ def test_a_fresh_controller_gives_the_same_commands(tmp_path, name):
     replayed = rerun.replay(log, policy(name))
     assert (replayed.difference, replayed.events) == ("", len(log.entries))
     assert replayed.commands == sum(len(entry.commands) for entry in log.entries) > 50
+
+
+@pytest.mark.parametrize("name", ["colocated", "stream", "dynamic"])
+def test_a_simulation_of_many_steps_at_once_is_replayed_exactly(tmp_path, name):
+    requests = [dataclasses.replace(request, stop_ids=frozenset()) for request in crowd(seed=2, count=15)]
+    play(tmp_path / "log", specs(name, num_pages=33), policy(name), *requests, name="own", max_steps=64)
+    log = eventlog.read(tmp_path / "log")
+    assert any(isinstance(command, Cut) for entry in log.entries for command in entry.commands)
+    assert any(isinstance(entry.event, RunStarted) for entry in log.entries)
+    replayed = rerun.replay(log, policy(name))
+    assert (replayed.difference, replayed.events) == ("", len(log.entries))
+    assert {record.request_id: len(record.token_ids) for record in replayed.report.records} == {
+        str(request.id): request.sampling.max_tokens for request in requests
+    }
 
 
 def test_stops_aborts_rejections_and_preemptions_are_replayed_exactly(logged):
