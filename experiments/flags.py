@@ -44,6 +44,7 @@ _ENGINE = [
         ("page_size", 1, "Tokens in a page."),
         ("max_model_len", 0, "Most tokens of a request, prompt and answer; 0: the model's context."),
         ("stream_layers", 0, "Layers in a group of streamed KV; 0: a prompt's KV goes whole after its prefill."),
+        ("max_queue", 0, "Requests that may wait for their first pass, one more is rejected; 0: any number."),
     )
 ]
 TRANSFER = flags.DEFINE_enum("transfer", _DEFAULTS.transfer, TRANSFERS, "How KV moves between instances.")

@@ -18,6 +18,8 @@ from pdjax.models.hf_config import merge_ids
 
 _SPACE = "\u2581"  # how sentencepiece writes a space
 _REPLACEMENT = "\ufffd"  # what the backend decodes an incomplete UTF-8 character to
+_UNSURE = 3  # so many of them, at the end of a text, may still become one character of four bytes
+_WINDOW = 32  # ids that are kept at most, where nothing readable comes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,38 +63,48 @@ class Tokenizer:
 
 
 class Detokenizer:
-    """Decodes the ids of one text as they come: the pieces add up to `decode` of all ids.
+    """Decodes the ids of one text as they come: the pieces add up to `decode` of all ids, however these are grouped.
 
     Only a run of sentencepiece byte tokens that is broken UTF-8 can differ: `decode` gives up the whole run, here what
-    was readable is already out.
+    was readable is already out. The work for an id is bounded, also in a text that is never valid UTF-8.
     """
 
     def __init__(self, tokenizer: Tokenizer):
         self._tokenizer = tokenizer
-        # A token's text depends on the one before (spaces, bytes of one character), so the ids of the last piece stay
-        # as context: `_ids[:_sent]` are out, the rest is held back.
+        # A token's text depends on the ones before (spaces, bytes of one character), so some ids stay: the first
+        # `_context` of them are whole in what is out, which is the first `_sent` characters of their text.
         self._ids: list[int] = []
+        self._context = 0
         self._sent = 0
 
     def push(self, ids: Iterable[int]) -> str:
         """Takes new ids; the text that they complete, without half a UTF-8 character at its end."""
-        self._ids += [i for i in ids if i not in self._tokenizer.special_ids]
-        return self._take(final=False)
+        return "".join([self._next(i) for i in ids if i not in self._tokenizer.special_ids])
 
     def finish(self) -> str:
         """The text that was held back, if any."""
-        return self._take(final=True)
-
-    def _take(self, final: bool) -> str:
-        if self._sent == len(self._ids):
-            return ""
-        text = self._tokenizer.decode(self._ids)
-        if text.endswith(_REPLACEMENT) and not final:
-            return ""
-        new = text[len(self._tokenizer.decode(self._ids[: self._sent])) :]
-        self._ids = self._ids[self._sent :]
-        self._sent = len(self._ids)
+        new = self._tokenizer.decode(self._ids)[self._sent :]
+        self._sent += len(new)
         return new
+
+    def _next(self, token: int) -> str:
+        self._ids.append(token)
+        text = self._tokenizer.decode(self._ids)
+        complete = len(text.rstrip(_REPLACEMENT))
+        full = len(self._ids) > _WINDOW
+        ready = max(complete, self._sent, len(text) - _UNSURE if full else 0)
+        new, self._sent = text[self._sent : ready], ready
+        if full:
+            self._keep(_WINDOW // 2, held=len(text) - ready)
+        elif new and complete == len(text):
+            self._keep(len(self._ids) - self._context, held=0)
+            self._context = len(self._ids)
+        return new
+
+    def _keep(self, count: int, held: int) -> None:
+        """Forgets all but the last `count` ids, of whose text the last `held` characters are not out yet."""
+        self._ids, self._context = self._ids[-count:], 0
+        self._sent = max(0, len(self._tokenizer.decode(self._ids)) - held)
 
 
 def from_folder(folder: Path) -> Tokenizer | None:

@@ -3,17 +3,21 @@
 Everything that can be refused is refused before anything is loaded: the checks need the model's config only.
 """
 
+import concurrent.futures
 import contextlib
 import dataclasses
 import logging
 import os
+import time
 from collections.abc import Callable, Sequence
 
 import jax
 
+from pdjax import compiles
 from pdjax.config import EngineConfig
 from pdjax.instance import Instance
 from pdjax.latency import LatencyModel, fit
+from pdjax.local import LocalCluster
 from pdjax.messages import InstanceSpec, Role
 from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
@@ -32,7 +36,24 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 
 MAX_CONTEXT = 8192  # tokens of a request unless more is asked for: 131072 tokens of KV are nobody's default
 USUAL_TOKENS = 1024  # what the default pools hold per request
+_POLL_S = 0.2  # how often a warm-up looks whether it is still wanted
 _log = logging.getLogger("pdjax")
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Warmup:
+    """What a warm-up did.
+
+    Attributes:
+        programs: names of all programs that are ready, by instance, whether XLA compiled them now, or this process or
+            the compilation cache had them.
+        seconds: of all, measuring the passes included.
+        compile_s: seconds in XLA, added over the threads that compile.
+    """
+
+    programs: tuple[str, ...]
+    seconds: float
+    compile_s: float
 
 
 def scheduler_of(config: EngineConfig) -> Scheduler:
@@ -82,12 +103,16 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
 
 
-def devices_for(count: int) -> list[jax.Device]:
-    """The first `count` devices. On CPU, JAX is asked for as many, if it has not started yet.
+def devices_for(count: int, given: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:
+    """The first `count` of the given devices, or of all. On CPU, JAX is asked for as many, if it has not started yet.
 
     Raises:
         ValueError: there are fewer.
     """
+    if given is not None:
+        if len(given) < count:
+            raise ValueError(f"devices has {len(given)}; allowed: at least {count}, which the instances need")
+        return given[:count]
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # XLA's CPU client has as many worker threads as devices. When all of them compute, a copy between two waits
         # for a program to end (517 ms at the median, against 1 ms with threads to spare): half are never used.
@@ -111,11 +136,11 @@ def dtype_of(config: EngineConfig) -> str:
 
 
 def build(
-    config: EngineConfig, source: Source, specs: Sequence[InstanceSpec], progress: Progress | None
-) -> tuple[list[Instance], list[LatencyModel]]:
-    """Loads the weights onto every instance's mesh, compiles its programs and fits its latency model."""
-    devices = devices_for(sum(spec.devices for spec in specs))
-    instances, models = [], []
+    config: EngineConfig, source: Source, specs: Sequence[InstanceSpec], devices: Sequence[jax.Device]
+) -> list[Instance]:
+    """Loads the weights onto every instance's mesh, instances side by side on `devices`. Nothing is compiled: see
+    `warm`."""
+    instances = []
     loaded: dict[tuple[int, int], list[Weights]] = {}
     sizes = {size for spec in specs for size in wire_buckets(spec.max_chunk, config.stream_layers > 0)}
     cuts = {share.layers[0] for spec in specs for share in shares(source.config.num_layers, spec.pp)}
@@ -141,15 +166,43 @@ def build(
             peer_buckets=sorted(sizes),
             exchanges=any(spec.role is not Role.MIXED for spec in specs),
         )
-        model = LatencyModel()
-        if config.warmup:
-            label = f"{spec.role.value} instance {spec.index}"
-            samples = instance.warmup(_labelled(progress, label))
-            model = fit(spec, samples)
-            _log.info("%s is warm: %s", label, model)
         instances.append(instance)
+    return instances
+
+
+def warm(
+    cluster: LocalCluster, progress: Progress | None, check: Callable[[], None]
+) -> tuple[list[LatencyModel], Warmup]:
+    """Compiles every program, and fits a latency model per instance; one after the other, each in its own thread.
+
+    Args:
+        cluster: its instances do nothing else meanwhile.
+        progress: told (done, total, what) from those threads.
+        check: called now and then; what it raises ends the warm-up.
+    """
+
+    def tell(done: int, total: int, what: str) -> None:
+        check()
+        if progress is not None:
+            progress(done, total, what)
+
+    def work(instance: Instance) -> tuple[LatencyModel, list[str]]:
+        label = f"{instance.spec.role.value} instance {instance.spec.index}"
+        model = fit(instance.spec, instance.warmup(lambda done, total, what: tell(done, total, f"{label}: {what}")))
+        _log.info("%s is warm: %s", label, model)
+        return model, [f"{label}: {name}" for name, _, _ in instance.programs()]
+
+    started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
+    models, programs = [], []
+    for spec in cluster.specs:
+        future = cluster.on_lane(spec.index, work)
+        while not concurrent.futures.wait([future], _POLL_S).done:
+            check()
+        model, names = future.result()
         models.append(model)
-    return instances, models
+        programs += names
+    seconds, (_, after_s) = time.perf_counter() - started, compiles.compiled()
+    return models, Warmup(tuple(programs), seconds, after_s - compiled_s)
 
 
 def transport_of(config: EngineConfig, instances: Sequence[Instance]) -> Transport:
@@ -219,9 +272,3 @@ def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
         return config.max_model_len
     given = [pages for pages in (config.prefill_num_pages, config.decode_num_pages) if pages]
     return min([model.max_position, MAX_CONTEXT, *((pages - 1) * config.page_size for pages in given)])
-
-
-def _labelled(progress: Progress | None, label: str) -> Progress | None:
-    if progress is None:
-        return None
-    return lambda done, total, what: progress(done, total, f"{label}: {what}")

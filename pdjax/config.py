@@ -37,6 +37,7 @@ class EngineConfig:
             difference fails it. For debugging: it copies pools to the host.
         stream_layers: layers per streamed group; 0 sends a prompt's KV whole after its prefill.
         transfer_timeout_s: a transfer that takes longer is given up, and the request starts over.
+        max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
         seed: of sampling, for requests that bring none.
         warmup: compile every program before the first request.
         compilation_cache: folder of JAX's persistent compilation cache; "" turns it off.
@@ -65,6 +66,7 @@ class EngineConfig:
     verify_kv: bool = False
     stream_layers: int = 3
     transfer_timeout_s: float = 60.0
+    max_queue: int = 0
     seed: int = 0
     warmup: bool = True
     compilation_cache: str = "~/.cache/pdjax/xla"
@@ -95,6 +97,7 @@ class EngineConfig:
             "decode_num_pages",
             "max_model_len",
             "stream_layers",
+            "max_queue",
             "seed",
         ):
             check_whole(name, getattr(self, name), 0)

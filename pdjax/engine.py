@@ -16,14 +16,17 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from pdjax import compiles
-from pdjax.build import Progress, build, devices_for, scheduler_of, specs_of, transport_of
+from pdjax.build import Progress, Warmup, build, devices_for, scheduler_of, specs_of, transport_of, warm
+from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
-from pdjax.handle import Delta, Handle, Result
+from pdjax.eventlog import EventLog, header_of
+from pdjax.handle import AsyncDeltas, Delta, Handle, Result
+from pdjax.latency import LatencyModel
 from pdjax.local import LocalCluster
-from pdjax.messages import Abort, Arrival, InstanceSpec, Tick
+from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
-from pdjax.prompts import Prompt, check_length, check_stop_ids, encode
+from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode
 from pdjax.record import IterationRecord, RequestRecord, TransferRecord
 from pdjax.replay import Recorder, replay
 from pdjax.report import Report
@@ -39,30 +42,31 @@ class Engine:
 
     Args:
         config: see `EngineConfig`.
-        progress: told (done, total, what) while programs are compiled.
+        progress: told (done, total, what) while programs are compiled, from another thread.
+        devices: to use, in the order of the instances; None: the first that JAX has. Engines that serve side by side
+            in one process need their own.
 
     Attributes:
-        warmup_s: seconds from the first weight to the last compiled program.
+        warmup_s: seconds from the first weight to the last compiled program, at the start.
         compile_s: of these, seconds in XLA.
 
     Raises:
         ValueError: a configuration that cannot be served, before anything is loaded.
     """
 
-    def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        progress: Progress | None = None,
+        devices: Sequence[jax.Device] | None = None,
+    ) -> None:
         self.config = config
         self._scheduler = scheduler_of(config)
         self._source = resolve(config.model, max_len=config.max_model_len)
-        devices_for(config.devices)
+        devices = devices_for(config.devices, devices)
         self.specs: tuple[InstanceSpec, ...] = specs_of(config, self._source.config, traits_of(self._scheduler))
         if config.compilation_cache:
             _use_cache(config.compilation_cache)
-
-        started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
-        instances, models = build(config, self._source, self.specs, progress)
-        self.warmup_s = time.perf_counter() - started
-        self._compiled, after_s = compiles.compiled()
-        self.compile_s = after_s - compiled_s
 
         self._ids = itertools.count()
         self._handles: dict[int, Handle] = {}
@@ -70,11 +74,60 @@ class Engine:
         self._closing = threading.Event()
         self._drained = threading.Condition()
         self._recorder: Recorder | None = None
-        transport, layers = transport_of(config, instances), self._source.config.num_layers
-        self._cluster = LocalCluster(instances, transport, layers, config.verify_kv)
-        self._controller = Controller(self.specs, self._scheduler, models, self, config.transfer_timeout_s)
+        self._log = EventLog(config.event_log, self) if config.event_log else None
+        self._asked = False
+        self._warming = threading.Lock()
+        self._warmup: Warmup | None = None
+
+        started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
+        instances = build(config, self._source, self.specs, devices)
+        layers = self._source.config.num_layers
+        self._cluster = LocalCluster(instances, transport_of(config, instances), layers, config.verify_kv)
+        try:
+            models = [LatencyModel()] * len(instances)
+            if config.warmup:
+                models, self._warmup = warm(self._cluster, progress, self._check_open)
+        except BaseException:
+            self._closing.set()
+            self._cluster.close()
+            if self._log is not None:
+                self._log.close()
+            raise
+        self.warmup_s = time.perf_counter() - started
+        self._compiled, after_s = compiles.compiled()
+        self.compile_s = after_s - compiled_s
+        self._controller = self._control(models)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         self._thread.start()
+
+    def _control(self, models: Sequence[LatencyModel]) -> Controller:
+        config = self.config
+        if self._log is not None:
+            self._log.begin(header_of(config, self.specs, models))
+        sink = self._log or self
+        return Controller(self.specs, self._scheduler, models, sink, config.transfer_timeout_s, config.max_queue)
+
+    def warmup(self, progress: Progress | None = None) -> Warmup:
+        """Compiles every program and measures the passes, so that nothing compiles while serving and predictions fit.
+
+        The engine does it when it starts, unless `EngineConfig.warmup` is False; then it may come later, before the
+        first request. Once done, this does nothing but tell again.
+
+        Args:
+            progress: told (done, total, what), from another thread.
+
+        Raises:
+            RuntimeError: requests have been asked for already; or the engine is closed, or broke.
+        """
+        with self._warming:
+            self._check_open()
+            if self._warmup is None:
+                if self._asked:
+                    raise RuntimeError("warmup() comes before the first request; this engine has had one")
+                models, self._warmup = warm(self._cluster, progress, self._check_open)
+                self._controller = self._control(models)  # the one before has seen nothing
+                self._compiled, _ = compiles.compiled()
+            return self._warmup
 
     @property
     def devices(self) -> int:
@@ -90,6 +143,15 @@ class Engine:
         """Of every instance."""
         return tuple(lane.free_pages for lane in self._controller.books.instances)
 
+    @property
+    def queued_prompt_tokens(self) -> int:
+        """Prompt tokens that were asked for and are not issued to any instance yet."""
+        return queued_prompt_tokens(self._controller.books)
+
+    def capacity(self, slo: SLO) -> tuple[Remaining, ...]:
+        """What each instance could still take on and keep the limits, as its latency model predicts it."""
+        return tuple(remaining(lane, slo) for lane in self._controller.books.instances)
+
     # --- asking -----------------------------------------------------------------------------------------------------
 
     def submit(
@@ -98,6 +160,7 @@ class Engine:
         sampling: SamplingParams | None = None,
         slo: SLO | None = None,
         user_id: str | None = None,
+        deadline_s: float | None = None,
     ) -> Handle:
         """Asks for one request; returns at once.
 
@@ -105,15 +168,16 @@ class Engine:
             prompt: text, chat messages ({"role", "content"} each), or token ids.
             sampling: defaults to `SamplingParams()`.
             slo: limits that its placement and the reports look at.
-            user_id: what reports call it.
+            user_id: what reports call it: any text. It identifies nothing, so two live requests may have the same.
+            deadline_s: seconds from now after which it is ended, wherever it is, with the tokens that it has and the
+                finish reason "deadline".
 
         Raises:
-            ValueError: the prompt or its length is impossible; nothing else is disturbed.
+            ValueError: the prompt, its length or an option is impossible; nothing else is disturbed.
             RuntimeError: the engine is closed, or broke (with the cause).
         """
-        if slo is not None and not isinstance(slo, SLO):
-            raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, or None")
-        return self._ask(self.check(prompt, sampling), sampling, slo, user_id)
+        check_options(slo, user_id, deadline_s)
+        return self._ask(self.check(prompt, sampling), sampling, slo, user_id, deadline_s)
 
     def _ask(
         self,
@@ -121,28 +185,34 @@ class Engine:
         sampling: SamplingParams | None,
         slo: SLO | None = None,
         user_id: str | None = None,
+        deadline_s: float | None = None,
     ) -> Handle:
         """Starts a request that `check` has let through."""
-        self._check_open()
+        with self._warming:  # which makes a new controller: nothing is asked meanwhile
+            self._check_open()
+            self._asked = True
         sampling = sampling or SamplingParams()
         number = next(self._ids)
         if sampling.seed is None:
             sampling = _seeded(sampling, self.config.seed, number)
         eos = () if sampling.ignore_eos else self._source.config.eos_ids
+        now = self._cluster.now()
         request = Request(
             id=number,
             prompt_ids=ids,
             sampling=sampling,
             stop_ids=frozenset(sampling.stop_token_ids).union(eos),
             slo=slo or SLO(),
-            arrival_s=self._cluster.now(),
+            arrival_s=now,
             user_id=user_id,
+            deadline_s=None if deadline_s is None else now + deadline_s,
         )
         handle = Handle(request, self._source.tokenizer_or_none, self._abort)
         self._handles[number] = handle
         self._cluster.post(Arrival(request))
         if self._fault is not None:  # it broke meanwhile: nobody will answer
             handle.fail(self._fault)
+            self._handles.pop(number, None)
         return handle
 
     def generate(
@@ -179,6 +249,11 @@ class Engine:
         """Answers one prompt piece by piece. Closing the iterator early aborts the request."""
         return iter(self.submit(prompt, sampling))
 
+    def astream(self, prompt: Prompt, sampling: SamplingParams | None = None) -> AsyncDeltas:
+        """The same for `async for`. The request is asked for at once, here; no thread waits for it. Leaving the loop
+        early, `aclose`, and cancelling the task that waits abort it."""
+        return aiter(self.submit(prompt, sampling))
+
     def check(self, prompt: Prompt, sampling: SamplingParams | None = None) -> tuple[int, ...]:
         """The prompt's token ids; ValueError if `submit` would refuse the request."""
         sampling = SamplingParams() if sampling is None else sampling
@@ -186,7 +261,7 @@ class Engine:
             raise ValueError(f"sampling is {sampling!r}; allowed: a pdjax.SamplingParams, or None")
         ids = encode(prompt, self._source)
         check_length(ids, sampling, self.specs[0].max_model_len)
-        check_stop_ids(sampling, self._source.config.vocab_size)
+        check_stops(sampling, self._source)
         return ids
 
     def replay(
@@ -196,7 +271,9 @@ class Engine:
         progress: Callable[[int, int], None] | None = None,
     ) -> Report:
         """Plays a workload at its arrival times; see `pdjax.replay.replay`."""
-        self._recorder = recorder = Recorder()
+        if self._recorder is not None:
+            raise RuntimeError("the engine plays another workload; it takes one at a time")
+        self._recorder = recorder = Recorder(Gauge(strictest(item.slo for item in workload.items)))
         try:
             return replay(self, recorder, workload, on_text, progress)
         finally:
@@ -230,6 +307,8 @@ class Engine:
             self._thread.join(CLOSE_S)
         self._cluster.close()
         self._break(RuntimeError("the engine is closed"))
+        if self._log is not None:
+            self._log.close()
 
     def __enter__(self) -> "Engine":
         return self
@@ -240,20 +319,25 @@ class Engine:
     # --- the controller's thread ------------------------------------------------------------------------------------
 
     def _loop(self) -> None:
-        controller, cluster = self._controller, self._cluster
+        cluster = self._cluster
         try:
             while not self._closing.is_set():
-                deadline = controller.next_deadline()
+                deadline = self._controller.next_deadline()
                 event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
-                for command in controller.handle(event or Tick(), cluster.now()):
+                for command in self._handle(event or Tick(), cluster.now()):
                     cluster.submit(command)
-                if not controller.books.live:
+                if not self._controller.books.live:
                     with self._drained:
                         self._drained.notify_all()
         except BaseException as error:
             fault = RuntimeError(f"the engine broke: {type(error).__name__}: {error}")
             fault.__cause__ = error
             self._break(fault)
+
+    def _handle(self, event: Event, now: float) -> list[Command]:
+        if self._log is not None:
+            return self._log.handle(self._controller, event, now)
+        return self._controller.handle(event, now)
 
     def _break(self, fault: RuntimeError) -> None:
         if self._fault is None:
@@ -284,7 +368,7 @@ class Engine:
 
     def iteration(self, record: IterationRecord) -> None:
         if self._recorder is not None:
-            self._recorder.iterations.append(record)
+            self._recorder.iteration(record, self._controller.books)
 
     def transfer(self, record: TransferRecord) -> None:
         if self._recorder is not None:

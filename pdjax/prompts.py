@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from pdjax.checks import is_number
+from pdjax.config import MAX_TIMEOUT_S
 from pdjax.models import chat
 from pdjax.models.source import Source
-from pdjax.request import SamplingParams
+from pdjax.request import SLO, SamplingParams
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
@@ -64,8 +66,21 @@ def _tokenize(text: str, source: Source) -> list[int]:
     return source.tokenizer().encode(text)
 
 
-def check_stop_ids(sampling: SamplingParams, vocab_size: int) -> None:
-    """ValueError for a stop id that the model can never generate."""
+def check_stops(sampling: SamplingParams, source: Source) -> None:
+    """ValueError for a stop id that the model can never generate, and for stop texts where tokens have no text."""
+    vocab = source.config.vocab_size
     for token in sampling.stop_token_ids:
-        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab_size:
-            raise ValueError(f"stop_token_ids has {token!r}; allowed: token ids 0..{vocab_size - 1}")
+        if not isinstance(token, int) or isinstance(token, bool) or not 0 <= token < vocab:
+            raise ValueError(f"stop_token_ids has {token!r}; allowed: token ids 0..{vocab - 1}")
+    if sampling.stop and source.tokenizer_or_none is None:
+        raise ValueError(f"stop is {sampling.stop!r}; allowed: none, since {source.name!r} has no tokenizer.json")
+
+
+def check_options(slo: Any, user_id: Any, deadline_s: Any) -> None:
+    """ValueError for what `Engine.submit` cannot take beside a prompt and its sampling."""
+    if slo is not None and not isinstance(slo, SLO):
+        raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, or None")
+    if user_id is not None and not isinstance(user_id, str):
+        raise ValueError(f"user_id is {user_id!r}; allowed: a text, or None")
+    if deadline_s is not None and not (is_number(deadline_s) and 0 < deadline_s <= MAX_TIMEOUT_S):
+        raise ValueError(f"deadline_s is {deadline_s!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}, or None")

@@ -31,12 +31,15 @@ def warm_up(instance: "Instance", progress: Progress | None = None) -> list[tupl
     """Compiles, calls and times; pages and slots are left as they are. Returns samples for `pdjax.latency.fit`."""
     report = progress or (lambda done, total, what: None)
     loads = _loads(instance)
-    with ThreadPoolExecutor(_COMPILERS) as pool:
+    pool = ThreadPoolExecutor(_COMPILERS)
+    try:
         jobs = [(name, pool.submit(_compile, fn, args)) for name, fn, args in instance.programs()]
         total = len(jobs) + len(loads)
         for done, (name, job) in enumerate(jobs):
             report(done, total, name)
             job.result()
+    finally:
+        pool.shutdown(cancel_futures=True)  # an interrupted warm-up does not go on compiling
     instance.rehearse_transfers()
     samples = []
     for done, load in enumerate(loads, start=len(jobs)):

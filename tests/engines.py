@@ -58,7 +58,7 @@ def settle(engine: pdjax.Engine) -> None:
 def poison(engine: pdjax.Engine) -> None:
     """NaN in every free page; 1e4 in a page when it is given out: rows of an earlier owner. Page 0 stays zero."""
     for lane, thread in zip(engine._controller.books.instances, engine._cluster._lanes, strict=True):
-        lane.pool = _Poisoned(lane.spec, thread)
+        lane._pool = _Poisoned(lane.spec, thread)
 
 
 def ids(seed, length):
@@ -72,8 +72,8 @@ def sampled(seed=None, **changes):
 
 def first_token_of(handle):
     """Waits for it without reading, since leaving a half-read stream aborts it."""
-    with handle._changed:
-        assert handle._changed.wait_for(lambda: handle._tokens, WAIT_S)
+    with handle._lock:
+        assert handle._grown.threads.wait_for(lambda: handle._tokens, WAIT_S)
 
 
 def tokens(results):

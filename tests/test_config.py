@@ -25,6 +25,7 @@ ZERO_IS_AUTOMATIC = (
     "decode_num_pages",
     "max_model_len",
     "stream_layers",
+    "max_queue",
     "seed",
 )
 

@@ -42,7 +42,7 @@ def test_ctrl_c_while_waiting_aborts_the_request(pulled):
     wire(pulled).hold()
     handle = pulled.submit(ids(13, 9), GREEDY)
     with pytest.MonkeyPatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(handle._changed, "wait_for", _interrupt)
+        patch.setattr(handle._ended.threads, "wait_for", _interrupt)
         handle.result(WAIT_S)
     assert handle.result(WAIT_S).finish_reason == "abort"
     wire(pulled).release()

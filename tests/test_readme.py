@@ -31,7 +31,7 @@ def documents(test):
 def printed(tmp_path_factory):
     """What the README's blocks print, run in order in a fresh interpreter that has no compiled programs yet."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 3
+    assert len(blocks) == 8
     program = "\n".join(blocks)
     assert program.count(MODEL) == 2
     folder = tmp_path_factory.mktemp("readme")
@@ -46,7 +46,13 @@ def printed(tmp_path_factory):
 
 def test_every_prompt_of_the_first_block_is_prefilled_and_decoded_on_instances_of_their_own(printed):
     assert printed.count("Placement(prefill=0, decode=1, reason='shortest prefill queue") == 2
+
+
+def test_the_other_blocks_print_what_they_say(printed):
     assert re.search(r"^.*abort$", printed, re.MULTILINE)
+    assert re.search(r"^True \(-\d+\.\d+, -", printed, re.MULTILINE), "a seed repeats; log probabilities are there"
+    assert re.search(r"^deadline$", printed, re.MULTILINE)
+    assert re.search(r"^\d+\.\d+$", printed, re.MULTILINE), "goodput"
 
 
 def test_a_users_scheduler_places_what_the_engine_serves(printed):

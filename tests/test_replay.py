@@ -1,5 +1,6 @@
 """Workloads played on a small engine: who is asked when, what is shown meanwhile, and what is written down."""
 
+import dataclasses
 import threading
 import time
 
@@ -7,7 +8,7 @@ import pytest
 
 import pdjax
 from pdjax.workload import Item, Workload
-from tests.engines import engine, settle
+from tests.engines import engine, settle, wire
 
 PARAMS = pdjax.SamplingParams(temperature=0, max_tokens=6, ignore_eos=True)
 
@@ -58,15 +59,16 @@ def test_a_closed_loop_never_has_more_in_flight_than_clients(served):
 
 
 def test_the_text_that_is_shown_is_the_text_of_the_results(served):
-    shown, lock = ["", "", ""], threading.Lock()
+    shown, threads = ["", "", ""], set()
 
     def on_text(index, text):
-        with lock:
-            shown[index] += text
+        shown[index] += text
+        threads.add(threading.get_ident())
 
     report = play(served, Workload(items(0.0, 0.0, 0.0), "shown"), on_text=on_text)
     tokenizer = served._source.tokenizer_or_none
     assert shown == [tokenizer.decode(record.token_ids) for record in report.records]
+    assert len(threads) == 1 and threading.get_ident() not in threads
 
 
 def test_progress_counts_to_the_end(served):
@@ -113,3 +115,58 @@ def test_an_engine_that_breaks_ends_a_replay_with_the_reason():
         broken._cluster._lanes[0].instance.run = burst
         with pytest.raises(RuntimeError, match="MemoryError: no room"):
             broken.replay(Workload(items(*[0.0] * 5), "closed", clients=2))
+
+
+# --- a replay that ends early ---------------------------------------------------------------------------------------
+
+LONG = dataclasses.replace(PARAMS, max_tokens=200)
+
+
+def ended_early(served):
+    """Nothing is live, and the threads of the replay are gone."""
+    settle(served)
+    return not served._handles and "answers" not in {thread.name for thread in threading.enumerate()}
+
+
+@pytest.mark.parametrize("clients", [None, 1])
+def test_an_error_while_text_is_shown_reaches_the_caller_and_is_counted(served, clients):
+    seen = []
+
+    def on_text(index, text):
+        raise OSError("no terminal")
+
+    waits = items(0.0, 3600.0 if clients is None else 0.0, params=LONG)
+    with pytest.raises(OSError, match="no terminal"):
+        served.replay(Workload(waits, "shown", clients), on_text, lambda *counts: seen.append(counts))
+    assert seen == [(1, 2)] and ended_early(served)
+
+
+def test_an_error_while_progress_is_shown_reaches_the_caller(served):
+    def progress(done, total):
+        raise OSError("no terminal")
+
+    with pytest.raises(OSError, match="no terminal"):
+        served.replay(Workload(items(0.0, 0.0, 3600.0), "counted"), progress=progress)
+    assert ended_early(served)
+
+
+@pytest.mark.parametrize("clients", [None, 2])
+def test_ctrl_c_ends_every_request_of_a_replay(served, clients, monkeypatch):
+    def interrupted(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("pdjax.replay._Run.records", interrupted)
+    wire(served).hold()
+    with pytest.raises(KeyboardInterrupt):
+        served.replay(Workload(items(0.0, 0.0, params=LONG), "interrupted", clients))
+    wire(served).release()
+    assert ended_early(served)
+
+
+def test_an_engine_plays_one_workload_at_a_time(served):
+    def again(index, text):
+        served.replay(Workload(items(0.0), "second"))
+
+    with pytest.raises(RuntimeError, match="plays another workload; it takes one at a time"):
+        served.replay(Workload(items(0.0), "first"), on_text=again)
+    assert ended_early(served)

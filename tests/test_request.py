@@ -38,6 +38,23 @@ def test_stop_token_ids_become_a_tuple():
     assert SamplingParams(stop_token_ids=[2, 3]).stop_token_ids == (2, 3)
 
 
+def test_a_single_stop_text_is_a_tuple_of_one():
+    assert SamplingParams(stop="User:").stop == SamplingParams(stop=["User:"]).stop == ("User:",)
+    assert SamplingParams().stop == ()
+
+
+@pytest.mark.parametrize("bad", ["", ["a", ""], [1], None, 5])
+def test_an_empty_stop_text_or_none_at_all_is_refused(bad):
+    with pytest.raises(ValueError, match=re.escape(f"stop is {bad!r}; allowed: a text, or a sequence of texts")):
+        SamplingParams(stop=bad)
+
+
+@pytest.mark.parametrize("name", ["logprobs", "ignore_eos"])
+def test_a_switch_is_true_or_false(name):
+    with pytest.raises(ValueError, match=f"{name} is 1; allowed: True, False"):
+        SamplingParams(**{name: 1})
+
+
 @pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms", "itl_p99_ms", "e2e_ms"])
 def test_a_limit_is_a_positive_time_or_none(name):
     for value in (0, -5, NAN, "fast", True):
