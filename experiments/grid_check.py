@@ -1,0 +1,187 @@
+"""Checks that every placement gives the same tokens: serves stored prompts on each row of `pdjax.experiments.grid` and
+compares with stored greedy answers. Flags enter; a table and summary.json leave. Ends with status 1 if a row differs.
+
+    python -m pdjax.experiments.grid_check --model=FOLDER --references=FILE.json
+
+By default the rows are a cover in which every pair of settings occurs; --full takes all, --limit a sample of all.
+References are a JSON file {"cases": [{"name", "prompt_ids", "generated_ids", "top2_gap"}, ...]}, with float32 greedy
+ids and the gap between the two best logits of each step; an .npz beside it may hold NAME.first_logits.
+"""
+
+import dataclasses
+import gc
+import logging
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from absl import flags as absl_flags
+from rich.console import Console
+from rich.progress import Progress
+from rich.table import Table
+
+import pdjax
+from pdjax import build, provenance, report
+from pdjax.experiments import flags, grid, launcher
+from pdjax.models import source
+
+REFERENCES = absl_flags.DEFINE_string("references", None, "JSON file of stored greedy runs.")
+FULL = absl_flags.DEFINE_bool("full", False, "All rows of the grid instead of a pairwise cover.")
+LIMIT = absl_flags.DEFINE_integer("limit", 0, "So many rows of the full grid, chosen by --seed; 0: no.", lower_bound=0)
+CASES = absl_flags.DEFINE_list("cases", [], "Names of stored runs; none: all.")
+BUDGET_S = absl_flags.DEFINE_float("budget_s", 0.0, "No row starts after so many seconds; 0: all do.", lower_bound=0.0)
+_FLAGS = (REFERENCES, FULL, LIMIT, CASES, BUDGET_S)
+
+absl_flags.adopt_module_key_flags(flags)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one row gave: where answers leave their references, and how far the first tokens' log probabilities lie
+    from theirs at most (None: not stored). `error`: what kept it from answering."""
+
+    row: grid.Row
+    seconds: float
+    splits: tuple[grid.Split, ...] = ()
+    logprob_error: float | None = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        close = self.logprob_error is None or self.logprob_error <= grid.LOGIT_TOLERANCE
+        return not self.error and close and all(split.near_tie for split in self.splits)
+
+
+def check(
+    row: grid.Row,
+    config: Mapping[str, Any],
+    cases: Mapping[str, grid.Case],
+    max_tokens: int,
+    devices: Sequence[jax.Device],
+) -> Outcome:
+    """Serves every case at once on one row. `config`: further fields of `EngineConfig`.
+
+    The decode pool has the last of the devices: where it lies does not depend on the prefill pool, so that rows share
+    its programs.
+    """
+    began, most = (
+        time.perf_counter(),
+        max(len(c.prompt_ids) + min(len(c.token_ids), max_tokens) for c in cases.values()),
+    )
+    fields = {"dtype": "float32", "warmup": False, "decode_max_batch": 2, "prefill_max_batch": 2} | dict(config)
+    params = pdjax.SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=True)
+    try:
+        used = [*devices[: row.devices - row.decode_devices], *devices[-row.decode_devices :]]
+        with pdjax.Engine(pdjax.EngineConfig(**fields, **row.fields(-(-most // 64) * 64)), devices=used) as engine:
+            answers = dict(
+                zip(cases, engine.generate([list(c.prompt_ids) for c in cases.values()], params), strict=True)
+            )
+    except (RuntimeError, ValueError) as error:  # one row that cannot be served hides no other
+        return Outcome(row, time.perf_counter() - began, error=f"{type(error).__name__}: {error}")
+    splits, errors = [], []
+    for name, case in cases.items():
+        answer = answers[name]
+        split = grid.first_split(name, case, answer.token_ids, max_tokens)
+        splits += [split] if split else []
+        if case.first_logprob is not None and answer.logprobs and (split is None or split.step):
+            errors.append(abs(answer.logprobs[0] - case.first_logprob))
+    return Outcome(row, time.perf_counter() - began, tuple(splits), max(errors, default=None))
+
+
+def check_all(
+    rows: Sequence[grid.Row],
+    config: Mapping[str, Any],
+    cases: Mapping[str, grid.Case],
+    max_tokens: int,
+    devices: Sequence[jax.Device],
+    done: Callable[[Outcome], None],
+    budget_s: float = 0.0,
+) -> list[Outcome]:
+    """Every row, one after the other in this process: rows that use the same programs share them."""
+    outcomes: list[Outcome] = []
+    began = time.perf_counter()
+    for row in rows:
+        if budget_s and time.perf_counter() - began > budget_s:
+            break
+        outcomes.append(check(row, config, cases, max_tokens, devices))
+        gc.collect()  # the engine's weights and pages, before the next ones are made
+        done(outcomes[-1])
+    return outcomes
+
+
+def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What summary.json has of the rows."""
+    return {
+        "checked": len(outcomes),
+        "ok": sum(outcome.ok for outcome in outcomes),
+        "near_ties": sum(split.near_tie for outcome in outcomes for split in outcome.splits),
+        "logprob_error": max((o.logprob_error for o in outcomes if o.logprob_error is not None), default=None),
+        "results": [{"name": o.row.name, "ok": o.ok, **dataclasses.asdict(o)} for o in outcomes],
+    }
+
+
+def table(outcomes: Sequence[Outcome]) -> Table:
+    """Rows that differ, and how many of each mode were equal."""
+    shown = Table("row", "devices", "answers", "first log prob. off by", "s")
+    for outcome in outcomes:
+        off = "-" if outcome.logprob_error is None else f"{outcome.logprob_error:.1e}"
+        verdict = "[green]equal[/green]" if outcome.ok else f"[red]{_words(outcome)}[/red]"
+        shown.add_row(outcome.row.name, str(outcome.row.devices), verdict, off, f"{outcome.seconds:.1f}")
+    return shown
+
+
+def _words(outcome: Outcome) -> str:
+    parts = [f"{s.case} splits at step {s.step} (gap {s.gap:.1e})" for s in outcome.splits]
+    return "; ".join(parts) or outcome.error or "first logits differ"
+
+
+def _chosen(config: Any) -> list[grid.Row]:
+    every = grid.rows(config.num_heads, config.num_layers)
+    if LIMIT.value:
+        return grid.sample(every, LIMIT.value, flags.SEED.value)
+    return every if FULL.value else grid.cover(every)
+
+
+def main(argv: list[str]) -> None:
+    del argv
+    logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
+    if REFERENCES.value is None:
+        raise ValueError("references is not given; allowed: a JSON file of stored greedy runs, see --help")
+    found = source.resolve(flags.MODEL.value)
+    cases = grid.read_cases(Path(REFERENCES.value).expanduser())
+    if unknown := set(CASES.value) - set(cases):
+        raise ValueError(f"cases is {sorted(unknown)}; allowed: {', '.join(cases)}")
+    cases = {name: case for name, case in cases.items() if not CASES.value or name in CASES.value}
+    rows = _chosen(found.config)
+    devices = build.devices_for(
+        max(row.devices - row.decode_devices for row in rows) + max(row.decode_devices for row in rows)
+    )
+    console = Console()
+    every = len(grid.rows(found.config.num_heads, found.config.num_layers))
+    console.print(f"{len(rows)} of {every} rows, {len(cases)} prompts each", highlight=False)
+    with Progress(console=console, disable=not console.is_terminal) as bar:
+        task = bar.add_task("rows", total=len(rows))
+
+        def done(outcome: Outcome) -> None:
+            bar.update(task, advance=1, description=outcome.row.name)
+            if not outcome.ok:
+                console.print(f"[red]{outcome.row.name}: {_words(outcome)}[/red]", highlight=False)
+
+        config = {"model": flags.MODEL.value}
+        outcomes = check_all(rows, config, cases, flags.MAX_TOKENS.value, devices, done, BUDGET_S.value)
+    result = summary(outcomes)
+    console.print(table(outcomes))
+    console.print(f"{result['ok']} of {result['checked']} rows equal, {result['near_ties']} near ties", highlight=False)
+    if folder := flags.OUT.value:
+        given = flags.given() | {flag.name: flag.value for flag in _FLAGS}
+        origin = provenance.collect(given, devices=devices)
+        report.write_summary(folder, {"provenance": origin, "model": flags.MODEL.value, "rows": every, **result})
+    if result["ok"] < result["checked"]:
+        sys.exit(f"error: {result['checked'] - result['ok']} rows differ")
+
+
+if __name__ == "__main__":
+    launcher.run(main)
