@@ -13,6 +13,7 @@ from typing import Protocol
 
 import numpy as np
 
+from pdjax.extracts import Extracts
 from pdjax.messages import Event, InstanceSpec, Iteration, IterationDone, Sampled, StartTransfer
 from pdjax.pacing import Pacing
 from pdjax.transfer.base import Unit
@@ -71,6 +72,7 @@ class LaneThread(threading.Thread):
         self._work: queue.SimpleQueue[Callable[[LaneThread], None] | None] = queue.SimpleQueue()
         self._reader = _Reader(self, owner)
         self._pacing = Pacing()
+        self._extracts = Extracts(instance.spec, instance.extract)
 
     def put(self, work: "Callable[[LaneThread], None] | None") -> None:
         self._work.put(work)
@@ -89,8 +91,13 @@ class LaneThread(threading.Thread):
     def dispatch(self, iteration: Iteration) -> None:
         dispatched_s = self._owner.now()
         self._reader.pending.put((iteration, self.instance.run(iteration, self._owner.send), dispatched_s))
+        self._extracts.dispatched(iteration)
         if iteration.decode:
             self._pacing.dispatched()
+
+    def extract(self, transfer: StartTransfer) -> Iterator[Unit]:
+        """The units of a whole transfer from here."""
+        return self._extracts.units(transfer)
 
     def insert(self, unit: Unit, insert: Callable[[], bool]) -> None:
         """Inserts a unit, now or between later iterations; `insert` does it, or returns False if it came too late."""

@@ -174,7 +174,7 @@ class LocalCluster:
     def _extract(self, lane: LaneThread, move: _Move) -> None:
         if move.closed:
             return
-        for unit in lane.instance.extract(move.command):
+        for unit in lane.extract(move.command):
             if move.closed:  # what failed in one slice stops the next
                 return
             self._transport.send(unit)

@@ -101,14 +101,17 @@ def equal(records, requests):
 
 
 def before_the_first_unit(s):
-    source = s.site.executors[0]
-    first = "extract" if s.mode == "pull" else "run"
+    if s.mode == "stream":
+        s.site.executors[0].before = lambda what: what == "run" and s.abort()
+        return
+    extract = s.site.cluster._extract
 
-    def before(what):
-        if what == first and (what == "run" or [key for what, key in source.log if what == first][-1] in s.keys):
+    def aborted(lane, one):
+        if one.command.key in s.keys:
             s.abort()
+        extract(lane, one)
 
-    source.before = before
+    s.site.cluster._extract = aborted
 
 
 def while_a_unit_moves(s):

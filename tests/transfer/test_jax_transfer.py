@@ -27,7 +27,7 @@ PAIRS = [(4, 2, 1, 1), (2, 4, 2, 4), (3, 3, 1, 3), (4, 2, 4, 1), (6, 1, 2, 3), (
 def sides(kv_heads, group, src_tp, dst_tp):
     config = ModelConfig(8, 8, 8, 1, kv_heads * group, kv_heads, 4)
     devices = jax.devices()
-    return [NamedSharding(make_mesh(config, part), SPEC) for part in (devices[:src_tp], devices[8 - dst_tp :])]
+    return [NamedSharding(make_mesh(config, part), SPEC) for part in (devices[:src_tp], devices[8 - dst_tp : 8])]
 
 
 def unit(place, kv_heads, key=1, start=0, tokens=16, dtype=np.float32):

@@ -40,7 +40,7 @@ PAIRS = [
 def sides(kv_heads, group, src_tp, dst_tp):
     config = ModelConfig(8, 8, 8, 1, kv_heads * group, kv_heads, 4)
     devices = jax.devices()
-    meshes = make_mesh(config, devices[:src_tp]), make_mesh(config, devices[8 - dst_tp :])
+    meshes = make_mesh(config, devices[:src_tp]), make_mesh(config, devices[8 - dst_tp : 8])
     return tuple(NamedSharding(mesh, SPEC) for mesh in meshes)
 
 
