@@ -100,6 +100,23 @@ class Split:
         return self.gap < NEAR_TIE
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Outcome:
+    """What one row gave: where answers leave their references, and how far the first tokens' log probabilities lie
+    from theirs at most (None: not stored). `error`: what kept it from answering."""
+
+    row: Row
+    seconds: float
+    splits: tuple[Split, ...] = ()
+    logprob_error: float | None = None
+    error: str = ""
+
+    @property
+    def ok(self) -> bool:
+        close = self.logprob_error is None or self.logprob_error <= LOGIT_TOLERANCE
+        return not self.error and close and all(split.near_tie for split in self.splits)
+
+
 def rows(heads: int, layers: int) -> list[Row]:
     """The full grid for a model of so many query heads and layers, in an order in which neighbours share programs."""
     sizes = [(pp, tp) for pp in _PP if pp <= layers for tp in _TP if heads % tp == 0]
@@ -144,6 +161,25 @@ def read_cases(path: Path) -> dict[str, Case]:
         return {case["name"]: _case(case, logits) for case in stored}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f"references is {str(path)!r}, which cannot be read: {error!r}; allowed: see --help") from None
+
+
+def compare(
+    row: Row,
+    cases: Mapping[str, Case],
+    answers: Sequence[tuple[Sequence[int], Sequence[float] | None]],
+    max_tokens: int,
+    seconds: float = 0.0,
+) -> Outcome:
+    """Answers (tokens, their log probabilities), in the order of the cases, against the first `max_tokens` stored."""
+    splits: list[Split] = []
+    errors: list[float] = []
+    for (name, case), (token_ids, logprobs) in zip(cases.items(), answers, strict=True):
+        split = first_split(name, case, token_ids, max_tokens)
+        if split is not None:
+            splits.append(split)
+        elif case.first_logprob is not None and logprobs:
+            errors.append(abs(logprobs[0] - case.first_logprob))
+    return Outcome(row, seconds, tuple(splits), max(errors, default=None))
 
 
 def first_split(name: str, case: Case, token_ids: Sequence[int], most: int) -> Split | None:

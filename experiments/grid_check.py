@@ -13,7 +13,7 @@ import gc
 import logging
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -32,87 +32,47 @@ REFERENCES = absl_flags.DEFINE_string("references", None, "JSON file of stored g
 FULL = absl_flags.DEFINE_bool("full", False, "All rows of the grid instead of a pairwise cover.")
 LIMIT = absl_flags.DEFINE_integer("limit", 0, "So many rows of the full grid, chosen by --seed; 0: no.", lower_bound=0)
 CASES = absl_flags.DEFINE_list("cases", [], "Names of stored runs; none: all.")
-BUDGET_S = absl_flags.DEFINE_float("budget_s", 0.0, "No row starts after so many seconds; 0: all do.", lower_bound=0.0)
-_FLAGS = (REFERENCES, FULL, LIMIT, CASES, BUDGET_S)
+_FLAGS = (REFERENCES, FULL, LIMIT, CASES)
 
 absl_flags.adopt_module_key_flags(flags)
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Outcome:
-    """What one row gave: where answers leave their references, and how far the first tokens' log probabilities lie
-    from theirs at most (None: not stored). `error`: what kept it from answering."""
-
-    row: grid.Row
-    seconds: float
-    splits: tuple[grid.Split, ...] = ()
-    logprob_error: float | None = None
-    error: str = ""
-
-    @property
-    def ok(self) -> bool:
-        close = self.logprob_error is None or self.logprob_error <= grid.LOGIT_TOLERANCE
-        return not self.error and close and all(split.near_tie for split in self.splits)
-
-
-def check(
+def serve(
     row: grid.Row,
-    config: Mapping[str, Any],
+    model: str,
     cases: Mapping[str, grid.Case],
     max_tokens: int,
     devices: Sequence[jax.Device],
-) -> Outcome:
-    """Serves every case at once on one row. `config`: further fields of `EngineConfig`.
+) -> grid.Outcome:
+    """Serves every case at once on one row.
 
     The decode pool has the last of the devices: where it lies does not depend on the prefill pool, so that rows share
     its programs.
     """
-    began, most = (
-        time.perf_counter(),
-        max(len(c.prompt_ids) + min(len(c.token_ids), max_tokens) for c in cases.values()),
+    began = time.perf_counter()
+    longest = max(len(case.prompt_ids) + min(len(case.token_ids), max_tokens) for case in cases.values())
+    config = pdjax.EngineConfig(
+        model=model,
+        dtype="float32",
+        warmup=False,
+        prefill_max_batch=2,
+        decode_max_batch=2,  # fewer than there are prompts: slots are used again
+        **row.fields(-(-longest // 64) * 64),
     )
-    fields = {"dtype": "float32", "warmup": False, "decode_max_batch": 2, "prefill_max_batch": 2} | dict(config)
+    used = [*devices[: row.devices - row.decode_devices], *devices[-row.decode_devices :]]
     params = pdjax.SamplingParams(temperature=0, max_tokens=max_tokens, logprobs=True)
     try:
-        used = [*devices[: row.devices - row.decode_devices], *devices[-row.decode_devices :]]
-        with pdjax.Engine(pdjax.EngineConfig(**fields, **row.fields(-(-most // 64) * 64)), devices=used) as engine:
-            answers = dict(
-                zip(cases, engine.generate([list(c.prompt_ids) for c in cases.values()], params), strict=True)
-            )
-    except (RuntimeError, ValueError) as error:  # one row that cannot be served hides no other
-        return Outcome(row, time.perf_counter() - began, error=f"{type(error).__name__}: {error}")
-    splits, errors = [], []
-    for name, case in cases.items():
-        answer = answers[name]
-        split = grid.first_split(name, case, answer.token_ids, max_tokens)
-        splits += [split] if split else []
-        if case.first_logprob is not None and answer.logprobs and (split is None or split.step):
-            errors.append(abs(answer.logprobs[0] - case.first_logprob))
-    return Outcome(row, time.perf_counter() - began, tuple(splits), max(errors, default=None))
+        with pdjax.Engine(config, devices=used) as engine:
+            answers = engine.generate([list(case.prompt_ids) for case in cases.values()], params)
+    except (RuntimeError, ValueError) as error:  # a row that cannot be served hides no other
+        return grid.Outcome(row, time.perf_counter() - began, error=f"{type(error).__name__}: {error}")
+    finally:
+        gc.collect()  # its weights and pages, before the next ones are made
+    outcomes = [(answer.token_ids, answer.logprobs) for answer in answers]
+    return grid.compare(row, cases, outcomes, max_tokens, time.perf_counter() - began)
 
 
-def check_all(
-    rows: Sequence[grid.Row],
-    config: Mapping[str, Any],
-    cases: Mapping[str, grid.Case],
-    max_tokens: int,
-    devices: Sequence[jax.Device],
-    done: Callable[[Outcome], None],
-    budget_s: float = 0.0,
-) -> list[Outcome]:
-    """Every row, one after the other in this process: rows that use the same programs share them."""
-    outcomes: list[Outcome] = []
-    began = time.perf_counter()
-    for row in rows:
-        if budget_s and time.perf_counter() - began > budget_s:
-            break
-        outcomes.append(check(row, config, cases, max_tokens, devices))
-        gc.collect()  # the engine's weights and pages, before the next ones are made
-        done(outcomes[-1])
-    return outcomes
-
-
-def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+def summary(outcomes: Sequence[grid.Outcome]) -> dict[str, Any]:
     """What summary.json has of the rows."""
     return {
         "checked": len(outcomes),
@@ -123,8 +83,8 @@ def summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     }
 
 
-def table(outcomes: Sequence[Outcome]) -> Table:
-    """Rows that differ, and how many of each mode were equal."""
+def table(outcomes: Sequence[grid.Outcome]) -> Table:
+    """A line for each row."""
     shown = Table("row", "devices", "answers", "first log prob. off by", "s")
     for outcome in outcomes:
         off = "-" if outcome.logprob_error is None else f"{outcome.logprob_error:.1e}"
@@ -133,7 +93,7 @@ def table(outcomes: Sequence[Outcome]) -> Table:
     return shown
 
 
-def _words(outcome: Outcome) -> str:
+def _words(outcome: grid.Outcome) -> str:
     parts = [f"{s.case} splits at step {s.step} (gap {s.gap:.1e})" for s in outcome.splits]
     return "; ".join(parts) or outcome.error or "first logits differ"
 
@@ -164,14 +124,13 @@ def main(argv: list[str]) -> None:
     console.print(f"{len(rows)} of {every} rows, {len(cases)} prompts each", highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("rows", total=len(rows))
-
-        def done(outcome: Outcome) -> None:
-            bar.update(task, advance=1, description=outcome.row.name)
-            if not outcome.ok:
-                console.print(f"[red]{outcome.row.name}: {_words(outcome)}[/red]", highlight=False)
-
-        config = {"model": flags.MODEL.value}
-        outcomes = check_all(rows, config, cases, flags.MAX_TOKENS.value, devices, done, BUDGET_S.value)
+        outcomes = []
+        for row in rows:
+            bar.update(task, description=row.name)
+            outcomes.append(serve(row, flags.MODEL.value, cases, flags.MAX_TOKENS.value, devices))
+            bar.advance(task)
+            if not outcomes[-1].ok:
+                console.print(f"[red]{row.name}: {_words(outcomes[-1])}[/red]", highlight=False)
     result = summary(outcomes)
     console.print(table(outcomes))
     console.print(f"{result['ok']} of {result['checked']} rows equal, {result['near_ties']} near ties", highlight=False)
