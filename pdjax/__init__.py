@@ -13,6 +13,7 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pdjax.build import Warmup as Warmup
     from pdjax.config import EngineConfig as EngineConfig
     from pdjax.engine import Engine as Engine
     from pdjax.handle import Delta as Delta
@@ -36,6 +37,7 @@ _HOMES = {
     "Result": "pdjax.handle",
     "SLO": "pdjax.request",
     "SamplingParams": "pdjax.request",
+    "Warmup": "pdjax.build",
     "Workload": "pdjax.workload",
 }
 __all__ = list(_HOMES)

@@ -1,6 +1,7 @@
 """Bad input is refused at the door: a ValueError that names the field, the value and what is allowed, before anything
 runs, and while other requests go on undisturbed."""
 
+import dataclasses
 import re
 import subprocess
 import sys
@@ -74,6 +75,21 @@ def test_a_bad_prompt_is_refused_and_nobody_else_is_disturbed(served, other, pro
         with pytest.raises(ValueError, match=re.escape(message)):
             ask(prompt, PARAMS)
     assert set(served._handles) == live
+
+
+@pytest.mark.parametrize("bos", [None, 256])
+def test_a_prompt_whose_text_comes_to_nothing_is_refused_unless_a_bos_makes_it_something(served, monkeypatch, bos):
+    tokenizer = dataclasses.replace(served._source.tokenizer(), bos_id=bos)
+    source = dataclasses.replace(served._source, chat_template="{# nothing #}", tokenizer_or_none=tokenizer)
+    monkeypatch.setattr(served, "_source", source)
+    with pytest.raises(ValueError, match="prompt is empty; allowed:"):
+        served.check("", PARAMS)
+    messages = [{"role": "user", "content": "hi"}]
+    if bos is None:
+        with pytest.raises(ValueError, match="which has no tokens; allowed: at least one token"):
+            served.check(messages, PARAMS)
+    else:
+        assert served.check(messages, PARAMS) == (bos,)
 
 
 @pytest.mark.parametrize("bad", [[], "", [9999], 7])
