@@ -194,6 +194,8 @@ def test_warm_up_and_rehearsals_change_no_page_and_no_slot():
     driver.instance.rehearse_transfers()
     after = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
     assert (before == after).all()
+    inserts = driver.instance._insert_s
+    assert inserts and all(0 < seconds < 60 for seconds in inserts.values()), "inserts were not measured"
     rows = driver.run(joins=(driver.join(0, 5),), decode=True).rows
     assert first is not None and dict(rows)[0] == Driver(small()).generate(SHORT, 2)[1]
 
