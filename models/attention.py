@@ -16,6 +16,7 @@ from jax import lax
 from pdjax.models.kv import LayerKV
 
 QUERY_BLOCK = 64  # queries of a prompt that go through its pages together
+ROW_BLOCK = 8  # decode rows that do: as many pages as the longest of them has. Fewer rows at once take longer.
 _MASKED = -1e30
 
 
@@ -49,7 +50,6 @@ class Rows(NamedTuple):
     tables: jax.Array  # [B, M]
     position: jax.Array  # [B]
     page: jax.Array  # [B]
-    pages: jax.Array  # [] how many pages the longest row sees
 
 
 def write_pages(cache: LayerKV, k: jax.Array, v: jax.Array, writes: PageWrites) -> LayerKV:
@@ -120,17 +120,26 @@ def attend_blocks(q: jax.Array, cache: LayerKV, blocks: QueryBlocks) -> jax.Arra
 def attend_rows(q: jax.Array, cache: LayerKV, rows: Rows) -> jax.Array:
     """Attention of one query per decode row, q [B, K, G, H], to the row's pages; [B, K, G, H] float32."""
     B, K, G, H = q.shape
+    size = ROW_BLOCK if B % ROW_BLOCK == 0 else B
     P = cache.v.shape[2]
-    q = (q * H**-0.5).reshape(B * K, G, H)
-    position = jnp.repeat(rows.position, K)[:, None, None]
+    q = q * H**-0.5
 
-    def page(m: jax.Array, state: _Softmax) -> _Softmax:
-        at = lax.dynamic_index_in_dim(rows.tables, m, axis=1, keepdims=False)  # [B]
-        k = cache.k[at].reshape(B * K, H, P)
-        v = cache.v[at].reshape(B * K, P, H)
-        return _add_page(state, q, k, v, m, position)
+    def attend(i: jax.Array, out: jax.Array) -> jax.Array:
+        mine, position, tables = (
+            lax.dynamic_slice_in_dim(array, i * size, size) for array in (q, rows.position, rows.tables)
+        )
+        mine, seen = mine.reshape(size * K, G, H), jnp.repeat(position, K)[:, None, None]
 
-    return _finish(lax.fori_loop(0, rows.pages, page, _start(B * K, G, H))).reshape(B, K, G, H)
+        def page(m: jax.Array, state: _Softmax) -> _Softmax:
+            at = lax.dynamic_index_in_dim(tables, m, axis=1, keepdims=False)  # [size]
+            k = cache.k[at].reshape(size * K, H, P)
+            v = cache.v[at].reshape(size * K, P, H)
+            return _add_page(state, mine, k, v, m, seen)
+
+        o = _finish(lax.fori_loop(0, position.max() // P + 1, page, _start(size * K, G, H)))
+        return lax.dynamic_update_slice_in_dim(out, o.reshape(size, K, G, H), i * size, axis=0)
+
+    return lax.fori_loop(0, B // size, attend, jnp.zeros(q.shape, jnp.float32))
 
 
 _Softmax = tuple[jax.Array, jax.Array, jax.Array]  # running maximum [n, r, 1], sum [n, r, 1], weighted values [n, r, H]

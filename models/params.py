@@ -1,9 +1,9 @@
 """The parameters of a model: names, shapes, shardings, and where each comes from in a checkpoint.
 
 One table, used by the flax modules (to declare), by the loaders (to fill) and by converters (to write). Checkpoint
-tensors have their Hugging Face names and layout ([out, in] for linear weights); `Param.out_axes`, `in_axes` and `sources`
-say how to get from there to the layout below, which keeps that order (`models.linear` says why) and makes the heads axes
-of their own:
+tensors have their Hugging Face names and layout ([out, in] for linear weights); `Param.out_axes`, `in_axes` and
+`sources` say how to get from there to the layout below, which keeps that order (`models.linear` says why) and makes the
+heads axes of their own:
 
     embed [V, D]      head [V, D] (untied)     final_norm [D]
     layers.i:  attn_norm [D]  wq [K, G, H, D]  wkv [2, K, H, D]  wo [D, K, G, H]   (bq [K, G, H], bkv [2, K, H], bo [D])

@@ -153,8 +153,7 @@ def pack_pass(shape: PassShape, chunks: Sequence[Chunk], rows: RowArrays | None,
             slot[base : base + n], new_position[base : base + n] = rows.slots, rows.positions + 1
             sampling[base : base + n] = rows.sampling
         pick[base:] = np.arange(T, T + B)
-        longest = int(positions[T:].max()) // shape.page_size + 1 if n else 0
-        fields |= {"rows.tables": row_tables, "rows.page": page, "rows.pages": longest}
+        fields |= {"rows.tables": row_tables, "rows.page": page}
     if dry:
         fields |= {name: 0 for name in ("writes.used",) if T}
         fields |= {"rows.page": np.full(B, shape.num_pages, np.int32)} if B else {}
@@ -181,7 +180,7 @@ def unpack_pass(shape: PassShape, vector: jax.Array, last: jax.Array) -> tuple[j
         given = tokens[T:]
         held = last[fields["slot"][-B:]]  # padding rows read some slot: their result goes nowhere
         tokens = jnp.concatenate([tokens[:T], jnp.where(given >= 0, given, held)])
-        rows = Rows(fields["rows.tables"], positions[T:], fields["rows.page"], fields["rows.pages"])
+        rows = Rows(fields["rows.tables"], positions[T:], fields["rows.page"])
     head = HeadRows(fields["slot"], fields["new_position"], fields["sampling"])
     return tokens, Step(positions, writes, blocks, rows, fields["pick"]), head
 
@@ -205,5 +204,5 @@ def _layout(shape: PassShape) -> dict[str, tuple[int, ...]]:
         fields |= {f"blocks.{k}": (_blocks(shape),) for k in ("prompt", "first", "position", "pages")}
         fields["blocks.tables"] = (shape.prompts, shape.table)
     if B:
-        fields |= {"rows.tables": (B, shape.table), "rows.page": (B,), "rows.pages": ()}
+        fields |= {"rows.tables": (B, shape.table), "rows.page": (B,)}
     return fields | {"pick": (R,), "slot": (R,), "new_position": (R,), "sampling": (R, SAMPLING_WORDS)}

@@ -23,7 +23,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pdjax.models import attention
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import POOL_SPEC, WIRE_SPEC, LayerKV
-from pdjax.models.linear import CPU_OPTIONS
+from pdjax.models.linear import compiler_options
 from pdjax.models.llama import embed_graph, head_graph, layer_graph, merge
 from pdjax.models.params import Weights, embed_params, head_params, layer_params
 from pdjax.models.plan import HeadRows, PassShape, Step, page_writes, unpack_pass, write_entries
@@ -74,8 +74,8 @@ def columns_of(config: ModelConfig, weights: Weights, tp: int, layers: Sequence[
 
 
 @functools.cache
-def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool) -> PassPrograms:
-    """The programs of one pass shape; `fresh`: groups also return the K/V of the prompt tokens."""
+def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool, dtype: Any) -> PassPrograms:
+    """The programs of one pass shape and dtype of weights; `fresh`: groups also return the K/V of the prompt tokens."""
     tp = mesh.size
     embedding, layer = embed_graph(config, tp), layer_graph(config, tp)
     embed_table, layer_table = embed_params(config, tp), layer_params(config, tp, 0)
@@ -105,13 +105,15 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
     return PassPrograms(
         embed=_compiled(embed, mesh, (embed_specs, R, R), R),
         unpack=_compiled(unpack, mesh, (R,), R),
-        group=_compiled(group, mesh, (layer_specs, POOL_SPEC, R, R), (R, R, POOL_SPEC, WIRE_SPEC), donate=1),
-        head=_head_program(config, mesh),
+        group=_compiled(
+            group, mesh, (layer_specs, POOL_SPEC, R, R), (R, R, POOL_SPEC, WIRE_SPEC), donate=1, dtype=dtype
+        ),
+        head=_head_program(config, mesh, dtype),
     )
 
 
 @functools.cache
-def _head_program(config: ModelConfig, mesh: Mesh) -> Any:
+def _head_program(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
     graph = head_graph(config, mesh.size)
     table = head_params(config, mesh.size)
 
@@ -122,7 +124,7 @@ def _head_program(config: ModelConfig, mesh: Mesh) -> Any:
         return result, last.at[rows.slot].set(tokens, mode="drop")
 
     R = _EVERYWHERE
-    return _compiled(head, mesh, (tuple(table[name].spec for name in graph[2]), R, R, R), R, donate=1)
+    return _compiled(head, mesh, (tuple(table[name].spec for name in graph[2]), R, R, R), R, donate=1, dtype=dtype)
 
 
 @functools.cache
@@ -186,9 +188,16 @@ def _attend(
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts), cache
 
 
-def _compiled(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: Any, donate: int | None = None) -> Any:
+def _compiled(
+    body: Callable[..., Any],
+    mesh: Mesh,
+    in_specs: Any,
+    out_specs: Any,
+    donate: int | None = None,
+    dtype: Any = jnp.float32,
+) -> Any:
     """jit of the body on every shard. Outputs have named shardings like the inputs: donated arrays come back as they
-    went in, and the next call finds the same executable."""
+    went in, and the next call finds the same executable. `dtype`: of the weights among the arguments."""
     inner = body
     if mesh.size > 1:
         inner = jax.shard_map(body, mesh=mesh, in_specs=in_specs, out_specs=out_specs, check_vma=False)
@@ -199,5 +208,5 @@ def _compiled(body: Callable[..., Any], mesh: Mesh, in_specs: Any, out_specs: An
         inner,
         out_shardings=shardings,
         donate_argnums=() if donate is None else (donate,),
-        compiler_options=CPU_OPTIONS if mesh.devices.flat[0].platform == "cpu" else None,
+        compiler_options=compiler_options(mesh.devices.flat[0].platform, dtype),
     )

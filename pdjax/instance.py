@@ -296,7 +296,8 @@ class Instance:
         prompts = spec.max_chunks if T else 0
         table = spec.pages_for(spec.max_model_len)
         shape = PassShape(T, B, prompts, table, spec.page_size, spec.num_pages, spec.max_rows + 1)
-        return shape, tuple(pass_programs(self.config, stage.mesh, shape, self.streams) for stage in self._stages)
+        common = shape, self.streams, self._weights_dtype
+        return shape, tuple(pass_programs(self.config, stage.mesh, *common) for stage in self._stages)
 
     def _fresh_unit(self, chunk: Chunk, at: int, layers: Layers, T: int, fresh: Any, *, packed: bool) -> Unit:
         """A chunk's KV, cut out of its pass where that has other chunks too."""

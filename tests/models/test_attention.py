@@ -10,7 +10,7 @@ import pytest
 from pdjax.messages import Chunk
 from pdjax.models.attention import attend_blocks, attend_rows, read_pages, write_pages, write_rows
 from pdjax.models.kv import LayerKV
-from pdjax.models.plan import PassShape, RowArrays, pack_pass, table_of, unpack_pass
+from pdjax.models.plan import SAMPLING_WORDS, PassShape, RowArrays, pack_pass, table_of, unpack_pass
 from pdjax.request import SamplingParams
 
 K, G, H = 2, 3, 8
@@ -122,7 +122,7 @@ def test_rows_of_any_length_see_their_own_past_and_nothing_else(P):
     width = sizes.table
     rows = RowArrays(
         np.arange(n), np.zeros(n, np.int32), positions, np.stack([table_of(t, width) for t in tables]),
-        np.zeros((n, 5), np.int32),
+        np.zeros((n, SAMPLING_WORDS), np.int32),
     )  # fmt: skip
     out, after = compiled(P, 0, B)(cache, q, k, v, pack_pass(sizes, [], rows))
     for i, p in enumerate(positions):

@@ -39,7 +39,7 @@ def paged_logits(config, dtype, devices=1, tokens=TOKENS, load=None) -> np.ndarr
     mesh, first = (make_mesh(config, jax.devices()[:n]) for n in (devices, 1))
     loaded = load(mesh, dtype)
     shape = PassShape(20, 0, 1, 3, 8, 4, 1)
-    programs = pass_programs(config, mesh, shape, False)
+    programs = pass_programs(config, mesh, shape, False, dtype)
     last = jax.device_put(np.zeros(1, np.int32), NamedSharding(mesh, PartitionSpec()))
     chunk = Chunk(0, tuple(tokens), 0, (1, 2, 3), 0, True, SamplingParams(temperature=0.0))
     x, step, _ = programs.embed(embed_leaves(config, loaded, devices), last, pack_pass(shape, [chunk], None))
