@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 
 from pdjax.schedulers.base import Ask, ClusterView, Place, Wait
+from pdjax.schedulers.colocated import Colocated
 from pdjax.schedulers.disaggregated import Disaggregated
 
 NEAR_TIE = 1e-4  # a split where the reference's two best logits are closer than this is counted, not an error
@@ -32,9 +33,16 @@ class Named(Disaggregated):
         return dataclasses.replace(placed, mode="whole") if isinstance(placed, Place) else placed
 
 
+class OnFirst(Colocated):
+    """Serves all on the first instance: the others are like it, and would only compile the same again."""
+
+    def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
+        return Place(0, 0, "whole", "the first")
+
+
 @dataclasses.dataclass(frozen=True, slots=True, order=True)
 class Row:
-    """One placement: two pools of one instance each; when colocated, two equal instances."""
+    """One placement: two pools of one instance each; when colocated, two equal instances of which one is used."""
 
     prefill_pp: int
     prefill_tp: int
@@ -59,9 +67,15 @@ class Row:
 
     def fields(self, max_model_len: int) -> dict[str, Any]:
         """Of `EngineConfig`."""
-        objects: dict[str, Any] = {"whole": Named(1), "pulled": Disaggregated(None), "streamed": Disaggregated(1)}
+        schedulers = {
+            "colocated": OnFirst(),
+            "whole": Named(1),
+            "pulled": Disaggregated(None),
+            "streamed": Disaggregated(1),
+            "dynamic": "dynamic",
+        }
         return {
-            "scheduler": objects.get(self.mode, self.mode),
+            "scheduler": schedulers[self.mode],
             # 0: programs that stream nothing; 2: of 5 layers, one is left over. Single layers compile fastest.
             "stream_layers": {"whole": 0, "streamed": 2}.get(self.mode, 1),
             "prefill_pp": self.prefill_pp,
