@@ -25,6 +25,15 @@ one = jax.jit(functools.partial(sample, vocab_size=V, tp=1))
 kept = jax.jit(lambda logits, words: cut(logits, words)[1])
 
 
+@functools.cache
+def on_four():
+    """`one` on four shards of the vocabulary."""
+    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), TP)
+    P = PartitionSpec
+    body = functools.partial(sample, vocab_size=V, tp=4)
+    return jax.jit(jax.shard_map(body, mesh=mesh, in_specs=(P(TP), P(), P()), out_specs=P(), check_vma=False))
+
+
 def draw(logits, params, positions):
     return np.asarray(one(np.asarray(logits).T, options(*params), np.asarray(positions, np.int32))[0])
 
@@ -71,12 +80,19 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone():
 def test_every_shard_count_draws_the_same_tokens():
     padded = np.concatenate([LOGITS, np.full((6, 3), -np.inf, np.float32)], axis=1)  # 104 = 4 * 26
     words = options(*[SamplingParams(seed=i, top_p=0.95, temperature=float(i)) for i in range(6)])
-    mesh = Mesh(np.asarray(jax.devices()[:4]).reshape(2, 2), TP)
-    P = PartitionSpec
-    body = functools.partial(sample, vocab_size=V, tp=4)
-    four = jax.shard_map(body, mesh=mesh, in_specs=(P(TP), P(), P()), out_specs=P(), check_vma=False)
     at = np.arange(6, dtype=np.int32)
-    assert np.asarray(jax.jit(four)(padded.T, words, at)).tolist() == np.asarray(one(LOGITS.T, words, at)).tolist()
+    assert np.asarray(on_four()(padded.T, words, at)[0]).tolist() == np.asarray(one(LOGITS.T, words, at)[0]).tolist()
+
+
+def test_log_probabilities_are_those_of_the_whole_distribution_on_any_number_of_shards():
+    padded = np.concatenate([LOGITS, np.full((6, 3), -np.inf, np.float32)], axis=1)
+    wishes = [SamplingParams(seed=i, top_k=5, temperature=float(i), logprobs=i != 2) for i in range(6)]
+    words, at = options(*wishes), np.arange(6, dtype=np.int32)
+    tokens, scores = map(np.asarray, one(LOGITS.T, words, at))
+    exact = LOGITS.astype(np.float64)
+    want = exact[np.arange(6), tokens] - np.log(np.exp(exact).sum(axis=1))
+    np.testing.assert_allclose(scores, np.where(np.arange(6) == 2, 0.0, want), atol=1e-5)
+    np.testing.assert_allclose(np.asarray(on_four()(padded.T, words, at)[1]), scores, atol=1e-6)
 
 
 def test_draws_follow_the_softmax():
