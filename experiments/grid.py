@@ -53,6 +53,11 @@ class Row:
     mode: str
 
     @property
+    def prefill(self) -> tuple[int, int]:
+        """Stages and tp of that pool."""
+        return self.prefill_pp, self.prefill_tp
+
+    @property
     def decode_devices(self) -> int:
         return self.decode_pp * self.decode_tp
 

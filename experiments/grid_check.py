@@ -88,14 +88,15 @@ def table(outcomes: Sequence[grid.Outcome]) -> Table:
     shown = Table("row", "devices", "answers", "first log prob. off by", "s")
     for outcome in outcomes:
         off = "-" if outcome.logprob_error is None else f"{outcome.logprob_error:.1e}"
-        verdict = "[green]equal[/green]" if outcome.ok else f"[red]{_words(outcome)}[/red]"
-        shown.add_row(outcome.row.name, str(outcome.row.devices), verdict, off, f"{outcome.seconds:.1f}")
+        shown.add_row(outcome.row.name, str(outcome.row.devices), _verdict(outcome), off, f"{outcome.seconds:.1f}")
     return shown
 
 
-def _words(outcome: grid.Outcome) -> str:
+def _verdict(outcome: grid.Outcome) -> str:
+    if outcome.ok:
+        return "[green]equal[/green]"
     parts = [f"{s.case} splits at step {s.step} (gap {s.gap:.1e})" for s in outcome.splits]
-    return "; ".join(parts) or outcome.error or "first logits differ"
+    return f"[red]{'; '.join(parts) or outcome.error or 'first logits differ'}[/red]"
 
 
 def _chosen(config: Any) -> list[grid.Row]:
@@ -124,13 +125,15 @@ def main(argv: list[str]) -> None:
     console.print(f"{len(rows)} of {every} rows, {len(cases)} prompts each", highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task("rows", total=len(rows))
-        outcomes = []
+        outcomes: list[grid.Outcome] = []
         for row in rows:
+            if outcomes and row.prefill != outcomes[-1].row.prefill:
+                jax.clear_caches()  # programs take some 2 MB each, and a full grid has thousands
             bar.update(task, description=row.name)
             outcomes.append(serve(row, flags.MODEL.value, cases, flags.MAX_TOKENS.value, devices))
             bar.advance(task)
-            if not outcomes[-1].ok:
-                console.print(f"[red]{row.name}: {_words(outcomes[-1])}[/red]", highlight=False)
+            if not console.is_terminal or not outcomes[-1].ok:  # in a file, lines say how far it is
+                console.print(f"{row.name}: {_verdict(outcomes[-1])}", highlight=False, soft_wrap=True)
     result = summary(outcomes)
     console.print(table(outcomes))
     console.print(f"{result['ok']} of {result['checked']} rows equal, {result['near_ties']} near ties", highlight=False)
