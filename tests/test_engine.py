@@ -202,6 +202,7 @@ def test_many_requests_and_aborts_change_no_token_leak_no_page_and_compile_nothi
             assert result.token_ids == want[number]
 
 
+@pytest.mark.slow
 def test_a_pool_too_small_for_all_rows_preempts_and_changes_no_token(colocated):
     prompts, params = [ids(seed, 40) for seed in range(5)], sampled(1, max_tokens=50)
     with engine(scheduler=First(), decode_num_pages=17) as small:

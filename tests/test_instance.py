@@ -218,6 +218,7 @@ def test_every_program_updates_the_pages_it_takes_in_place(devices):
     assert seen == {"embed", "group", "head", "insert", "extract", "slice"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rows", [1, 2])
 def test_the_pages_stay_where_they_are_for_100_steps(rows):
     driver = Driver(small(max_rows=rows, max_model_len=128))

@@ -20,7 +20,8 @@ from pdjax.models.weights import tables
     ],
 )
 def test_preset_has_its_number_of_parameters(name, millions):
-    count = sum(math.prod(param.shape) for table in tables(PRESETS[name], 1) for param in table.values())
+    outer, layers = tables(PRESETS[name], 1)
+    count = sum(math.prod(param.shape) for table in (outer, *layers.values()) for param in table.values())
     assert count / 1e6 == pytest.approx(millions, rel=1e-3)
 
 

@@ -97,7 +97,7 @@ def test_what_waits_behind_a_move_that_hangs_goes_on_with_a_new_thread_and_link(
 
 
 def test_a_move_that_never_ends_is_left_behind_and_others_go_on(pairs, caplog):
-    forever = threading.Event()
+    forever, before = threading.Event(), set(threading.enumerate())
     transport = pairs(lambda _, one: one.header.key == 1 and forever.wait(WAIT_S), timeout_s=0.05)
     late, errors = start(transport, 1)
     other, _ = start(transport, 2)
@@ -106,7 +106,7 @@ def test_a_move_that_never_ends_is_left_behind_and_others_go_on(pairs, caplog):
     assert "TimeoutError" in errors.get(timeout=WAIT_S)
     assert other.get(timeout=WAIT_S).header.key == 2
     assert "left behind" in caplog.text
-    stuck = [thread for thread in threading.enumerate() if thread.name == "transfer-0-1"]
+    stuck = [thread for thread in threading.enumerate() if thread.name == "transfer-0-1" and thread not in before]
     forever.set()
     stuck[0].join(WAIT_S)
     assert not stuck[0].is_alive() and late.empty(), "what comes after all is dropped, and its thread ends"
