@@ -2,8 +2,8 @@
 Leaves: float32 rows [R, O], or columns [O, R]. Called by `models.llama`.
 
 Weights lie [out, in], as checkpoints have them. XLA:CPU multiplies a large left operand by a thin right one at the
-speed of memory or of arithmetic, whichever is less, from one row to hundreds; the other order (rows on the left, which
-is also what XLA makes of a dot that is transposed) takes twice as long from 2 to 32 rows, on jax 0.10.2 and 0.12.
+speed of memory or of arithmetic, whichever is less; the other order (rows on the left, which is also what XLA makes of
+a dot that is transposed) takes twice as long from 2 to 32 rows, on jax 0.10.2 and 0.12, and a tenth less from 128 on.
 bfloat16 weights are widened inside the kernel that multiplies them, unless the processor multiplies bfloat16 itself.
 """
 
@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 
 _EXACT = lax.Precision.HIGHEST
+_MANY = 128  # rows, from which on float32 products have them on the left
 # From jax 0.11 on, the kernel that widens its left operand writes it out after all, and a large one goes to fresh
 # memory in every call: the head of a 135M model takes 110 ms for 8 rows, and 17 with rows on the left (jax 0.12.0.1; on
 # 0.10.2 it takes 12 and 19).
@@ -63,6 +64,8 @@ def _cpu_rows(x: jax.Array, w: jax.Array) -> jax.Array:
     if w.dtype != jnp.float32 and multiplies_bfloat16():
         # This kernel is quick with rows on the left, and from two rows on: 88 ms against 7 for a 135M model's layers.
         return _product("ri,oi->ro", _at_least_two(x), w)[: x.shape[0]]
+    if w.dtype == jnp.float32 and x.shape[0] >= _MANY:
+        return _product("ri,oi->ro", x, w)
     # Behind the barrier the transpose stays one: XLA would turn it into a dot with rows on the left.
     return lax.optimization_barrier(_cpu_columns(x, w)).T
 
