@@ -144,6 +144,9 @@ def main(argv: list[str]) -> None:
     names = schedulers(flags.SCHEDULER.value)
     configs = {name: flags.build_config(scheduler=name, event_log=event_log(name, names)) for name in names}
     one = next(iter(configs.values()))
+    for config in configs.values():
+        model = source.resolve(config.model, max_len=config.max_model_len).config
+        build.check_meshes(config, model, traits_of(build.scheduler_of(config)))
     devices = build.devices_for(one.devices)
     workload = build_workload(tuple(configs.values()))
     if folder := flags.OUT.value:

@@ -75,12 +75,23 @@ def scheduler_of(config: EngineConfig) -> Scheduler:
     return named
 
 
+def check_meshes(config: EngineConfig, model: ModelConfig, traits: Traits) -> None:
+    """ValueError if the model cannot be cut for the meshes. Needs no device: JAX takes long to make a thousand."""
+    for side in ("decode",) if traits.colocated else ("prefill", "decode"):
+        try:
+            split(model, getattr(config, f"{side}_tp"))
+            shares(model.num_layers, getattr(config, f"{side}_pp"))
+        except ValueError as error:
+            raise ValueError(f"{side}_{error}") from None
+
+
 def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[InstanceSpec, ...]:
     """The instances of an engine. With a colocated policy the devices of both pools, at decode_pp stages of decode_tp.
 
     Raises:
         ValueError: an impossible mesh, or pages too few for one request.
     """
+    check_meshes(config, model, traits)
     max_len = _max_model_len(config, model)
     prefill_chunk = min(config.prefill_chunk or 256, max_len)
     decode_chunk = min(config.decode_chunk or max(prefill_chunk // 2, 1), max_len)
@@ -231,11 +242,6 @@ class _Pool:
 
 def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max_len: int) -> InstanceSpec:
     side = "prefill" if pool.role is Role.PREFILL else "decode"
-    try:
-        split(model, pool.tp)
-        shares(model.num_layers, pool.pp)
-    except ValueError as error:
-        raise ValueError(f"{side}_{error}") from None
     one = -(-max_len // config.page_size)
     usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
     pages = pool.num_pages or 1 + max(one, usual * (pool.rows or 2 * config.prefill_max_batch))

@@ -43,7 +43,7 @@ from pdjax.messages import (
 )
 from pdjax.record import FinishReason, IterationRecord, RequestRecord, TransferRecord
 from pdjax.request import Request, State
-from pdjax.schedulers.base import Scheduler
+from pdjax.schedulers.base import Scheduler, traits_of
 
 STALL_S = 10.0  # after which requests that nothing can move are given up
 MAX_RESTARTS = 3  # lost transfers or instances before a request is given up
@@ -71,7 +71,8 @@ class Controller:
         sink: takes tokens and records.
         transfer_timeout_s: a transfer older than this is aborted and its request starts over.
         max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
-        max_steps: decode steps that one iteration may stand for, if the cluster computes no tokens (a *run*).
+        max_steps: decode steps that one iteration may stand for, if the cluster computes no tokens (a *run*) and the
+            policy is steady (`Traits`).
     """
 
     def __init__(
@@ -84,7 +85,7 @@ class Controller:
         max_queue: int = 0,
         max_steps: int = 1,
     ) -> None:
-        self.books = Books(specs, latency, transfer_timeout_s, max_steps)
+        self.books = Books(specs, latency, transfer_timeout_s, max_steps if traits_of(scheduler).steady else 1)
         self._scheduler = scheduler
         self._sink = sink
         self._max_queue = max_queue
@@ -249,7 +250,8 @@ class Controller:
         freed = lane.lose()
         for live in list(self.books.live.values()):
             place = live.place
-            if live.holds or live.state.terminal or place is None:
+            gone = live.state.terminal or live.state in (State.PREEMPTED, State.RESTARTING)  # `freed` sees to them
+            if live.holds or gone or place is None:
                 continue
             # Also those that have nothing there yet, but are bound to it.
             if index not in (place.prefill, place.decode if live.decode_on is None else live.decode_on):

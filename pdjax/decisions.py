@@ -11,7 +11,7 @@ from pdjax.lane import Lane
 from pdjax.live import Live
 from pdjax.messages import Chunk
 from pdjax.request import State
-from pdjax.schedulers.base import Ask, Place, Reject, Scheduler, Wait
+from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
 
 
 def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
@@ -86,11 +86,15 @@ def _check(books: Books, scheduler: Scheduler, place: Place) -> None:
 
 
 def _living(books: Books, index: object) -> bool:
-    return isinstance(index, int) and 0 <= index < len(books.instances) and books.instances[index].alive
+    if not isinstance(index, int) or isinstance(index, bool):
+        return False
+    return 0 <= index < len(books.instances) and books.instances[index].alive
 
 
 def _iterate(books: Books, scheduler: Scheduler, lane: Lane) -> bool:
     plan = scheduler.iterate(lane, books)
+    if not isinstance(plan, Plan):
+        raise ValueError(f"{type(scheduler).__name__}.iterate is {plan!r}; allowed: a Plan")
     decode = plan.decode and bool(lane.batch) and _grow(books, lane) and bool(lane.batch)
     chunks = _chunks(books, scheduler, lane, plan.chunks)
     if not chunks and not decode:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterator, Sequence
 import jax
 
 from pdjax import compiles
-from pdjax.build import Progress, Warmup, build, devices_for, scheduler_of, specs_of, transport_of, warm
+from pdjax.build import Progress, Warmup, build, check_meshes, devices_for, scheduler_of, specs_of, transport_of, warm
 from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
@@ -63,6 +63,7 @@ class Engine:
         self.config = config
         self._scheduler = scheduler_of(config)
         self._source = resolve(config.model, max_len=config.max_model_len)
+        check_meshes(config, self._source.config, traits_of(self._scheduler))
         devices = devices_for(config.devices, devices)
         self.specs: tuple[InstanceSpec, ...] = specs_of(config, self._source.config, traits_of(self._scheduler))
         if config.compilation_cache:
@@ -72,6 +73,7 @@ class Engine:
         self._handles: dict[int, Handle] = {}
         self._fault: RuntimeError | None = None
         self._closing = threading.Event()
+        self._deciding = threading.Lock()  # held while the controller handles an event: its books are in motion
         self._drained = threading.Condition()
         self._recorder: Recorder | None = None
         self._log = EventLog(config.event_log, self) if config.event_log else None
@@ -87,6 +89,7 @@ class Engine:
             models = [LatencyModel()] * len(instances)
             if config.warmup:
                 models, self._warmup = warm(self._cluster, progress, self._check_open)
+            self._controller = self._control(models)
         except BaseException:
             self._closing.set()
             self._cluster.close()
@@ -96,7 +99,6 @@ class Engine:
         self.warmup_s = time.perf_counter() - started
         self._compiled, after_s = compiles.compiled()
         self.compile_s = after_s - compiled_s
-        self._controller = self._control(models)
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         self._thread.start()
 
@@ -150,7 +152,10 @@ class Engine:
 
     def capacity(self, slo: SLO) -> tuple[Remaining, ...]:
         """What each instance could still take on and keep the limits, as its latency model predicts it."""
-        return tuple(remaining(lane, slo) for lane in self._controller.books.instances)
+        if not isinstance(slo, SLO):
+            raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO")
+        with self._deciding:
+            return tuple(remaining(lane, slo) for lane in self._controller.books.instances)
 
     # --- asking -----------------------------------------------------------------------------------------------------
 
@@ -335,9 +340,10 @@ class Engine:
             self._break(fault)
 
     def _handle(self, event: Event, now: float) -> list[Command]:
-        if self._log is not None:
-            return self._log.handle(self._controller, event, now)
-        return self._controller.handle(event, now)
+        with self._deciding:
+            if self._log is not None:
+                return self._log.handle(self._controller, event, now)
+            return self._controller.handle(event, now)
 
     def _break(self, fault: RuntimeError) -> None:
         if self._fault is None:

@@ -113,6 +113,7 @@ class _Run:
         self._answers: list[concurrent.futures.Future[RequestRecord]] = []
         self._ended = 0
         self._failed = threading.Event()
+        self._ending: BaseException | None = None  # what would end the thread, not only an answer
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="answers", daemon=True)
         self._thread.start()
@@ -131,7 +132,10 @@ class _Run:
 
     def records(self) -> list[RequestRecord]:
         """Of all that were asked, in order, when the last has ended; the error if there was one."""
-        for answer in concurrent.futures.wait(self._answers, return_when=concurrent.futures.FIRST_EXCEPTION).done:
+        done = concurrent.futures.wait(self._answers, return_when=concurrent.futures.FIRST_EXCEPTION).done
+        if self._ending is not None:
+            raise self._ending
+        for answer in done:
             answer.result()
         return [answer.result() for answer in self._answers]
 
@@ -156,6 +160,10 @@ class _Run:
                 self._ended += 1
                 if self._progress is not None:
                     self._progress(self._ended, self._total)
+        except (SystemExit, KeyboardInterrupt) as error:  # an event loop would die of it, and answer nobody
+            self._ending = error
+            self._failed.set()
+            raise RuntimeError("a callback ended the replay") from error
         except BaseException:
             self._failed.set()
             raise

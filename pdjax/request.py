@@ -76,8 +76,8 @@ class SLO:
     def __post_init__(self) -> None:
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
-            if value is not None and (not is_number(value) or value <= 0):
-                raise ValueError(f"{field.name} is {value!r}; allowed: a number of milliseconds > 0, or None")
+            if value is not None and (not is_number(value) or not 0 < value < math.inf):
+                raise ValueError(f"{field.name} is {value!r}; allowed: a finite number of milliseconds > 0, or None")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

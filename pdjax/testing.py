@@ -142,6 +142,8 @@ class World:
         max_queue: int = 0,
         max_steps: int = 1,
     ) -> None:
+        if max_steps > 1 and machine is FakeMachine:
+            raise ValueError(f"max_steps is {max_steps}; allowed with a FakeMachine, which computes every token: 1")
         models = [latency or LatencyModel()] * len(specs)
         self.collected = Collector()
         self.cluster = SimulatedCluster(specs, models, machine)

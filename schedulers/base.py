@@ -148,11 +148,15 @@ class Traits:
     Attributes:
         colocated: all instances are MIXED; otherwise there are PREFILL and DECODE ones.
         prefill_decodes, decode_prefills: whether instances of that role also do the other's work.
+        steady: what the policy answers changes only with arrivals, ends, and what is issued or moved, never with the
+            time or the growth of contexts alone, and `iterate` lets the rows of an instance without prompts go on. A
+            simulation then asks it once for many decode steps; it asks others at every step.
     """
 
     colocated: bool = False
     prefill_decodes: bool = True
     decode_prefills: bool = True
+    steady: bool = False
 
 
 class Scheduler(Protocol):

@@ -15,7 +15,7 @@ MAX_STREAK = 4  # prefill iterations in a row while rows wait: prompts must not 
 class Colocated:
     """Prefill-first; requests go to the instance with the least work."""
 
-    traits = Traits(colocated=True)
+    traits = Traits(colocated=True, steady=True)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
         views = able(cluster.instances, *Role)

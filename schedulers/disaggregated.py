@@ -20,7 +20,7 @@ class Disaggregated:
         batch_tokens: prompts share a pass up to so many tokens; 0: up to what saturates the instance.
     """
 
-    traits = Traits(prefill_decodes=False, decode_prefills=False)
+    traits = Traits(prefill_decodes=False, decode_prefills=False, steady=True)
 
     def __init__(self, stream_from: int | None = None, batch_tokens: int = 0) -> None:
         if stream_from is not None and stream_from < 1:

@@ -45,7 +45,7 @@ class Choice:
 class Dynamic(Disaggregated):
     """Local or remote prefill by prediction. Remote prompts move as `Disaggregated` moves them."""
 
-    traits = Traits(prefill_decodes=False, decode_prefills=True)
+    traits = Traits(prefill_decodes=False, decode_prefills=True, steady=True)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
         sources = able(cluster.instances, Role.PREFILL, Role.MIXED)

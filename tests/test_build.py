@@ -210,4 +210,4 @@ def test_more_devices_than_there_are_are_refused():
 
 
 def test_colocated_traits_are_those_of_the_policy():
-    assert traits_of(Colocated()) == Traits(colocated=True)
+    assert traits_of(Colocated()) == Traits(colocated=True, steady=True)

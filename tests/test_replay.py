@@ -128,6 +128,16 @@ def ended_early(served):
     return not served._handles and "answers" not in {thread.name for thread in threading.enumerate()}
 
 
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+def test_what_would_end_the_process_ends_a_replay(served, error):
+    def on_text(index, text):
+        raise error
+
+    with pytest.raises(error):
+        served.replay(Workload(items(0.0, 3600.0), "shown"), on_text)
+    assert ended_early(served)
+
+
 @pytest.mark.parametrize("clients", [None, 1])
 def test_an_error_while_text_is_shown_reaches_the_caller_and_is_counted(served, clients):
     seen = []

@@ -1,6 +1,7 @@
 """Requests: which options are refused, and which steps a request's life may take."""
 
 import itertools
+import math
 import re
 
 import pytest
@@ -57,8 +58,10 @@ def test_a_switch_is_true_or_false(name):
 
 @pytest.mark.parametrize("name", ["ttft_ms", "tpot_ms", "itl_p99_ms", "e2e_ms"])
 def test_a_limit_is_a_positive_time_or_none(name):
-    for value in (0, -5, NAN, "fast", True):
-        with pytest.raises(ValueError, match=re.escape(f"{name} is {value!r}; allowed: a number of milliseconds > 0")):
+    for value in (0, -5, NAN, math.inf, "fast", True):
+        with pytest.raises(
+            ValueError, match=re.escape(f"{name} is {value!r}; allowed: a finite number of milliseconds")
+        ):
             SLO(**{name: value})
     assert getattr(SLO(**{name: 0.5}), name) == 0.5 and getattr(SLO(), name) is None
 

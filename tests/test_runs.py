@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from pdjax.latency import LatencyModel
 from pdjax.messages import Abort, Iteration, Role
 from pdjax.request import Request, SamplingParams, State
-from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated
+from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated, Place, Plan, take_chunks
 from pdjax.schedulers.dynamic import Dynamic
 from pdjax.simulated import Timing
 from pdjax.testing import World, spec
@@ -82,6 +82,17 @@ def test_a_lost_instance_in_the_middle_of_a_run_changes_nothing(seed):
     same("streamed", seed, lost=True)
 
 
+def test_the_loss_of_an_instance_finds_requests_that_are_about_to_wait_again():
+    specs = [spec(index, Role.MIXED, num_pages=17, max_model_len=64) for index in range(2)]
+    for lost_s in [number * 5e-3 for number in range(1, 60)]:
+        world = World(specs, Colocated(), machine=lambda _: Timing())
+        world.add(*(Request(number, (5,) * 20, SamplingParams(max_tokens=40)) for number in range(12)))
+        world.cluster.lose(0, "gone", lost_s)
+        while world.step():
+            pass
+        assert all(len(record.token_ids) == 40 for record in world.collected.records.values()), lost_s
+
+
 def test_a_quiet_batch_takes_far_fewer_iterations():
     _, steps, runs = same("pulled", 1, requests=4, rate=1.0)
     assert runs < steps / 8
@@ -91,3 +102,35 @@ def test_rows_are_preempted_and_finish_alike():
     records, *_ = same("colocated", 3, pages=65, rate=1000.0, requests=60)
     assert sum(record.preemptions for record in records.values()) > 0
     assert {record.state for record in records.values()} == {State.FINISHED}
+
+
+class Polite:
+    """Rows of instance 1 stand still while prompts wait on instance 0: what it answers hangs on another instance."""
+
+    def place(self, ask, cluster):
+        index = 0 if ask.id else 1
+        return Place(index, index, "whole", "")
+
+    def hand_off(self, ask, cluster):
+        return None
+
+    def iterate(self, instance, cluster):
+        chunks = take_chunks(instance, 16)
+        still = instance.spec.index == 1 and cluster.instances[0].pending_tokens > 0
+        return Plan(chunks, decode=instance.rows > 0 and not still)
+
+
+def test_a_policy_that_does_not_call_itself_steady_is_asked_at_every_step():
+    def ends(max_steps):
+        specs = [spec(0, Role.MIXED), spec(1, Role.MIXED)]
+        world = World(specs, Polite(), machine=lambda _: Timing(), max_steps=max_steps)
+        world.add(Request(0, (5,) * 4, SamplingParams(max_tokens=100)))
+        world.add(*(Request(n, (5,) * 200, SamplingParams(max_tokens=2), arrival_s=0.01) for n in (1, 2)))
+        return [record.timeline.finished_s for record in world.run().records.values()]
+
+    assert ends(1) == ends(4096)
+
+
+def test_a_machine_that_computes_tokens_gets_no_runs():
+    with pytest.raises(ValueError, match="max_steps is 64; allowed with a FakeMachine"):
+        World([spec(0, Role.MIXED)], Colocated(), max_steps=64)
