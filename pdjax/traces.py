@@ -5,6 +5,7 @@ a number of seconds or a date and time (Mooncake: milliseconds); only difference
 give the same replay.
 """
 
+import contextlib
 import csv
 import dataclasses
 import datetime
@@ -12,7 +13,8 @@ import json
 import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from reprlib import repr as short  # a bad value may be as long as its file
+from typing import Any, TextIO
 
 # Column names of: our own length files, the Azure traces, BurstGPT.
 INPUT_COLUMNS = ("prompt_len", "ContextTokens", "Request tokens")
@@ -46,7 +48,7 @@ def read_csv(path: Path, *, timed: bool) -> list[Row]:
     """Rows of a CSV file, in the order of the file.
 
     Raises:
-        ValueError: no such file, a column is missing, or a cell is not what its column says.
+        ValueError: no such file, it is not CSV in UTF-8, a column is missing, or a cell is not what its column says.
     """
     with _open(path) as file:
         reader = csv.DictReader(file)
@@ -73,7 +75,10 @@ def read_mooncake(path: Path) -> list[Row]:
     rows = []
     for where, line in _json_lines(path):
         input_tokens = _count(_get(line, "input_length", where), "input_length", where)
-        blocks = tuple(_count(value, "hash_ids", where) for value in line.get("hash_ids", ()))
+        ids = line.get("hash_ids", [])
+        if not isinstance(ids, list):
+            raise ValueError(f"workload: {where}: hash_ids is {short(ids)}; allowed: a list of whole numbers >= 0")
+        blocks = tuple(_count(value, "hash_ids", where) for value in ids)
         if blocks and len(blocks) * MOONCAKE_BLOCK < input_tokens:
             raise ValueError(
                 f"workload: {where}: hash_ids has {len(blocks)} entries; allowed: one for each {MOONCAKE_BLOCK} of "
@@ -107,7 +112,7 @@ def read_prompts(path: Path) -> list[Prompt]:
             )
         if not isinstance(line[given[0]], str if given[0] == "prompt" else list):
             raise ValueError(
-                f"workload: {where}: {given[0]} is {line[given[0]]!r}; allowed: text or list, as it is named"
+                f"workload: {where}: {given[0]} is {short(line[given[0]])}; allowed: text or list, as it is named"
             )
         limit = line.get("max_tokens")
         prompts.append(
@@ -122,11 +127,18 @@ def read_prompts(path: Path) -> list[Prompt]:
     return prompts
 
 
-def _open(path: Path) -> Any:
+@contextlib.contextmanager
+def _open(path: Path) -> Iterator[TextIO]:
+    """The open file; what turns out to be unreadable in it while it is read names it too."""
     try:
-        return path.open(newline="", encoding="utf-8-sig")
+        with path.open(newline="", encoding="utf-8-sig") as file:
+            yield file
     except OSError as error:
         raise ValueError(f"workload: cannot read {str(path)!r} ({error.strerror}); allowed: a readable file") from None
+    except UnicodeDecodeError:
+        raise ValueError(f"workload: {str(path)!r} is not UTF-8 text; allowed: a text file in UTF-8") from None
+    except csv.Error as error:
+        raise ValueError(f"workload: {str(path)!r} is not CSV ({error}); allowed: a CSV file with a header") from None
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -138,12 +150,10 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             where = f"{path}:{number}"
             try:
                 line = json.loads(text)
-            except json.JSONDecodeError as error:
-                raise ValueError(
-                    f"workload: {where}: not JSON ({error.msg}); allowed: one JSON object a line"
-                ) from None
+            except (ValueError, RecursionError) as error:  # of numbers with thousands of digits, of deep nesting
+                raise ValueError(f"workload: {where}: not JSON ({error}); allowed: one JSON object a line") from None
             if not isinstance(line, dict):
-                raise ValueError(f"workload: {where}: {line!r}; allowed: one JSON object a line")
+                raise ValueError(f"workload: {where}: {short(line)}; allowed: one JSON object a line")
             yield where, line
 
 
@@ -165,18 +175,20 @@ def _count(value: Any, field: str, where: str) -> int:
         count = int(value)
         if count < 0 or count != float(value):
             raise ValueError
-    except (TypeError, ValueError):
-        raise ValueError(f"workload: {where}: {field} is {value!r}; allowed: a whole number >= 0") from None
+    except (TypeError, ValueError, OverflowError):
+        raise ValueError(f"workload: {where}: {field} is {short(value)}; allowed: a whole number >= 0") from None
     return count
 
 
 def _seconds(value: Any, field: str, where: str) -> float:
     try:
         seconds = float(value)
+    except OverflowError:
+        seconds = math.inf
     except (TypeError, ValueError):
         seconds = _timestamp(value)
     if not math.isfinite(seconds):
-        raise ValueError(f"workload: {where}: {field} is {value!r}; allowed: a number, or a date and time")
+        raise ValueError(f"workload: {where}: {field} is {short(value)}; allowed: a number, or a date and time")
     return seconds
 
 

@@ -17,10 +17,12 @@ length that was asked for.
 
 Arrivals (the first comes at 0):
     poisson     exponential gaps of mean 1 / rate
-    gamma:CV    gamma gaps with coefficient of variation CV: burstier than Poisson above 1
+    gamma:CV    gamma gaps with coefficient of variation CV, 0.001 to 1000: burstier than Poisson above 1
     uniform     equal gaps of 1 / rate
     trace       the gaps of the trace; with a rate, all stretched by one factor to that mean rate
     closed:N    N clients, each asks again when it has its answer
+
+No request arrives later than MAX_ARRIVAL_S.
 """
 
 import dataclasses
@@ -33,21 +35,32 @@ from pathlib import Path
 import numpy as np
 
 from pdjax import traces
+from pdjax.checks import check_whole, is_number
 from pdjax.request import SLO, SamplingParams
 
 KINDS = "chat, fixed:IN,OUT, uniform:LO-HI,LO-HI, lengths:FILE, azure:FILE, mooncake:FILE, prompts:FILE"
 ARRIVALS = "poisson, gamma:CV, uniform, trace, closed:N"
+MAX_ARRIVAL_S = 1e6  # more than that no thread can wait for everywhere
+MAX_CV = 1e3  # of gamma gaps; beyond it, and below its inverse, draws are all zero or all equal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One request: what `Engine.submit` takes, and the seconds after the start at which it arrives."""
+    """One request: what `Engine.submit` takes, and the seconds after the start at which it arrives.
+
+    Raises:
+        ValueError: it arrives before the start, later than MAX_ARRIVAL_S, or at no number of seconds.
+    """
 
     arrival_s: float
     prompt: str | list[dict[str, str]] | list[int]
     sampling: SamplingParams
     slo: SLO
     user_id: str
+
+    def __post_init__(self) -> None:
+        if not is_number(self.arrival_s) or not 0 <= self.arrival_s <= MAX_ARRIVAL_S:
+            raise ValueError(f"arrival_s is {self.arrival_s!r}; allowed: seconds from 0 to {MAX_ARRIVAL_S:.0f}")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -57,11 +70,18 @@ class Workload:
     Attributes:
         note: what a reader of the results must know, one line.
         clients: of a closed loop: this many requests are in flight, arrival_s is 0 for all; None: arrival_s counts.
+
+    Raises:
+        ValueError: `clients` is no whole number of at least 1.
     """
 
     items: tuple[Item, ...]
     note: str
     clients: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.clients is not None:
+            check_whole("clients", self.clients, 1)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -112,8 +132,16 @@ def parse(
         raise ValueError(f"workload is {kind!r}; allowed: {KINDS}")
     if num_requests is not None and num_requests < 1:
         raise ValueError(f"num_requests is {num_requests!r}; allowed: a whole number >= 1")
+    for field, seconds in (("trace_start_s", trace_start_s), ("trace_end_s", trace_end_s)):
+        if not is_number(seconds):
+            raise ValueError(f"{field} is {seconds!r}; allowed: seconds after the first row of a trace")
     drafts, times, notes = _READERS[name](source)
     arrivals, clients, how = _arrivals(arrival, rate, len(drafts), times, np.random.default_rng((seed, _ARRIVALS)))
+    if not arrivals[-1] <= MAX_ARRIVAL_S:  # NaN is no time either
+        raise ValueError(
+            f"rate is {rate!r} with arrival {arrival!r}: the last of {len(drafts)} requests comes after "
+            f"{arrivals[-1]:g} s; allowed: rates at which it comes within {MAX_ARRIVAL_S:.0f} s"
+        )
     seeds = np.random.default_rng((seed, _SAMPLING)).integers(2**31, size=len(drafts)).tolist()
     items = []
     for number, (draft, arrival_s) in enumerate(zip(drafts, arrivals, strict=True)):
@@ -297,6 +325,8 @@ def _arrivals(
         return [stretch * time for time in times], None, f"arriving as in the trace, intervals x {stretch:.3g}"
     if name == "gamma":
         variation = _number(arrival, detail)
+        if not 1 / MAX_CV <= variation <= MAX_CV:
+            raise ValueError(f"arrival is {arrival!r}; allowed: gamma:CV with CV from {1 / MAX_CV:g} to {MAX_CV:g}")
     elif name in ("poisson", "uniform") and not detail:
         variation = 1.0 if name == "poisson" else 0.0
     else:
@@ -305,7 +335,9 @@ def _arrivals(
         raise ValueError(f"rate is None; allowed with arrival {arrival!r}: requests per second > 0, or inf")
     # Gamma gaps of shape 1/CV^2 have that coefficient of variation; Poisson arrivals are the case of 1.
     gaps = rng.gamma(variation**-2, variation**2, count - 1) if variation else np.ones(count - 1)
-    return [0.0, *(np.cumsum(gaps) / rate).tolist()], None, f"{arrival} arrivals, {rate:g}/s"
+    with np.errstate(over="ignore"):  # infinity is refused with all that comes too late
+        ends = np.cumsum(gaps) / rate
+    return [0.0, *ends.tolist()], None, f"{arrival} arrivals, {rate:g}/s"
 
 
 def _number(arrival: str, text: str, *, whole: bool = False) -> float:
