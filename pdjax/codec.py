@@ -11,6 +11,7 @@ import functools
 import types
 import typing
 from collections.abc import Callable
+from reprlib import repr as short  # bad data may be as long as its line
 from typing import Any, Literal, TypeVar
 
 Json = Any
@@ -58,7 +59,7 @@ def decode_tagged(union: Any, data: Json) -> Any:
     """A value of one of the dataclasses of `union`. Raises ValueError as `decode` does, and for an unknown name."""
     kinds = {kind.__name__: kind for kind in typing.get_args(union)}
     if not isinstance(data, dict) or len(data) != 1 or (name := next(iter(data))) not in kinds:
-        raise ValueError(f"message is {data!r}; allowed: one of {', '.join(kinds)} with its fields")
+        raise ValueError(f"message is {short(data)}; allowed: one of {', '.join(kinds)} with its fields")
     return decode(kinds[name], data[name])
 
 
@@ -77,14 +78,21 @@ def _reader(hint: Any) -> _Read:
     if dataclasses.is_dataclass(hint):
         return _fields_reader(hint)
     if origin in (typing.Union, types.UnionType):
-        (inner,) = (_reader(arg) for arg in args if arg is not type(None))  # of several classes: `decode_tagged`
+        kinds = [arg for arg in args if arg is not type(None)]
+        if len(kinds) > 1:
+            return lambda data, at: decode_tagged(hint, data)
+        inner = _reader(kinds[0])
         return lambda data, at: None if data is None else inner(data, at)
     if origin is tuple and args[-1] is Ellipsis:
         item = _reader(args[0])
         return lambda data, at: tuple(item(entry, at) for entry in _listed(data, at))
     if origin is tuple:
         items = tuple(_reader(arg) for arg in args)
-        return lambda data, at: tuple(read(entry, at) for read, entry in zip(items, _listed(data, at), strict=True))
+        return lambda data, at: (
+            tuple(read(entry, at) for read, entry in zip(items, data, strict=True))
+            if len(_listed(data, at)) == len(items)
+            else _refuse(data, at, f"a list of {len(items)}")
+        )
     if origin is frozenset:
         item = _reader(args[0])
         return lambda data, at: frozenset(item(entry, at) for entry in _listed(data, at))
@@ -92,9 +100,11 @@ def _reader(hint: Any) -> _Read:
         return lambda data, at: data if data in args else _refuse(data, at, f"one of {args}")
     if isinstance(hint, type) and issubclass(hint, enum.Enum):
         values = {member.value: member for member in hint}
-        return lambda data, at: values[data] if data in values else _refuse(data, at, f"one of {list(values)}")
+        return lambda data, at: (
+            values[data] if isinstance(data, str) and data in values else _refuse(data, at, f"one of {list(values)}")
+        )
     if hint is float:
-        return lambda data, at: float(data) if type(data) in (int, float) else _refuse(data, at, "a number")
+        return _float
     if hint in (int, str, bool):
         return lambda data, at: data if type(data) is hint else _refuse(data, at, f"of type {hint.__name__}")
     raise TypeError(f"{hint!r} has no JSON here")
@@ -115,9 +125,16 @@ def _fields_reader(kind: Any) -> _Read:
     return read
 
 
+def _float(data: Json, at: str) -> float:
+    try:
+        return float(data) if type(data) in (int, float) else _refuse(data, at, "a number")
+    except OverflowError:
+        return _refuse(data, at, "a number that a float can hold")
+
+
 def _listed(data: Json, at: str) -> list[Json]:
     return data if isinstance(data, list) else _refuse(data, at, "a list")
 
 
 def _refuse(data: Json, at: str, allowed: str) -> Any:
-    raise ValueError(f"{at} is {data!r}; allowed: {allowed}")
+    raise ValueError(f"{at} is {short(data)}; allowed: {allowed}")

@@ -9,8 +9,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdjax import codec
+from pdjax.codec import encode
 from pdjax.eventlog import Header
-from pdjax.messages import Abort, Command, Event, Iteration, Role, StartTransfer, Tick
+from pdjax.latency import LatencyModel
+from pdjax.messages import Abort, Command, Event, InstanceSpec, Iteration, Role, StartTransfer, Tick
 from pdjax.request import SLO, Request, SamplingParams
 from pdjax.testing import spec
 
@@ -78,7 +80,13 @@ def test_a_tag_tells_which_class_it_was():
         (Abort, {"request": 3, "more": 1}, "allowed: the fields request"),
         (Abort, 3, "Abort is 3; allowed: the fields"),
         (Iteration, {"instance": 0, "number": 1, "leaves": 5}, "Iteration.leaves is 5; allowed: a list"),
-        (Iteration, {"instance": 0, "number": 1, "grows": [[1, 2, 3]]}, "zip"),
+        (Iteration, {"instance": 0, "number": 1, "grows": [[1, 2, 3]]}, r"grows is \[1, 2, 3\]; allowed: a list of 2"),
+        (
+            LatencyModel,
+            {"transfer_alpha_s": 10**400},
+            r"transfer_alpha_s is 10+\.\.\.0+; allowed: a number that a float",
+        ),
+        (InstanceSpec, encode(spec(0, Role.DECODE)) | {"role": []}, r"InstanceSpec.role is \[\]; allowed: one of"),
         (StartTransfer, {"key": 1}, "allowed: the fields attempt, dst"),
     ],
 )

@@ -2,10 +2,12 @@
 
 import dataclasses
 import json
+import math
+import os
 
 import pytest
 
-from pdjax import eventlog, rerun
+from pdjax import codec, eventlog, rerun
 from pdjax.eventlog import EventLog, Header
 from pdjax.latency import LatencyModel
 from pdjax.messages import Abort, Arrival, Cut, Iteration, Role, RunStarted, Tick
@@ -16,7 +18,7 @@ from pdjax.simulated import Timing
 from pdjax.testing import Collector, FakeMachine, World, spec
 from tests.worlds import POLICIES, RoundRobin, ask, crowd, policy, specs
 
-EMPTY = Header("colocated", None, (), (), 60.0)
+EMPTY = Header("colocated", None, (spec(0, Role.MIXED),), (LatencyModel(),), 60.0)
 
 
 class Stops(Collector):
@@ -117,7 +119,26 @@ def test_every_line_is_there_at_once_and_an_unfinished_last_one_is_ignored(tmp_p
         ('{"version": 2}\n', "allowed: an events.jsonl of version 1"),
         ("{}\n", "log:1: ValueError: Header is {}; allowed: the fields"),
         ("[1\n", "log:1: JSONDecodeError"),
-        ("HEADER\n{}\n", "log:2: KeyError"),
+        ("HEADER\n{}\n", "log:2: ValueError: Entry is {}; allowed: the fields"),
+        (
+            'HEADER\n{"time_s": null, "event": {"Tick": {}}}\n',
+            "log:2: ValueError: Entry.time_s is None; allowed: a num",
+        ),
+        (
+            'HEADER\n{"time_s": NaN, "event": {"Tick": {}}}\n',
+            "log:2: ValueError: Entry.time_s is nan; allowed: a number",
+        ),
+        (f'HEADER\n{{"time_s": {10**400}, "event": {{"Tick": {{}}}}}}\n', "log:2: ValueError: Entry.time_s is 1000"),
+        (
+            'HEADER\n{"time_s": 1, "event": {"Tick": {}}, "done": [[[], "failed", 0]]}\n',
+            "Entry.done is []; allowed: of",
+        ),
+        ('HEADER\n{"time_s": 1, "event": {"Tick": {}}, "done": [[0, [], 0]]}\n', "Entry.done is []; allowed: one of"),
+        (
+            'HEADER\n{"time_s": 1, "event": {"RunStarted": {"instance": 0, "number": 0, "ends": [NaN]}}}\n',
+            "ends is nan",
+        ),
+        ("HEADER\n" + "[" * 100_000 + "\n", "log:2: RecursionError"),
         ('HEADER\n{"time_s": 1, "event": {"Nap": {}}}\n', "log:2: ValueError: message is {'Nap': {}}; allowed: one of"),
     ],
 )
@@ -131,10 +152,58 @@ def test_a_broken_log_is_refused_by_its_line(tmp_path, text, message):
     assert message in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"transfer_timeout_s": math.nan}, "Header.transfer_timeout_s is nan; allowed: a number > 0"),
+        ({"transfer_timeout_s": 0.0}, "Header.transfer_timeout_s is 0.0; allowed: a number > 0"),
+        ({"max_steps": 0}, "Header.max_steps is 0; allowed: a number >= 1"),
+        ({"latency": ()}, "Header.latency length is 0; allowed"),
+        ({"latency": (LatencyModel(transfer_bytes_per_s=0.0),)}, "transfer_bytes_per_s is 0.0; allowed: a number > 0"),
+        ({"latency": (LatencyModel((0, 0, math.nan, 0, 0, 0)),)}, "Header.latency[0].iteration is nan; allowed"),
+        ({"page_size": 0}, "Header.specs[0].page_size is 0; allowed: a number >= 1"),
+        ({"num_pages": 1}, "Header.specs[0].num_pages is 1; allowed: a number >= 2"),
+        ({"num_pages": 10**400}, "Header.specs[0].num_pages is 1000"),
+        ({"max_chunk": 0}, "Header.specs[0].max_chunk is 0; allowed: a number >= 1"),
+        ({"chunk_buckets": (16, 8)}, "Header.specs[0].chunk_buckets is (16, 8); allowed: ascending"),
+        ({"row_buckets": (0, 8)}, "Header.specs[0].row_buckets is (0, 8); allowed: ascending"),
+    ],
+)
+def test_a_header_that_no_controller_can_be_made_from_is_refused(tmp_path, fields, message):
+    own = {field.name for field in dataclasses.fields(Header)}
+    changes = fields if fields.keys() <= own else {"specs": (spec(0, Role.MIXED, **fields),)}
+    (tmp_path / "log").write_text(json.dumps(codec.encode(dataclasses.replace(EMPTY, **changes))) + "\n")
+    with pytest.raises(ValueError) as caught:
+        eventlog.read(tmp_path / "log")
+    assert "log:1: ValueError: " in str(caught.value) and message in str(caught.value)
+
+
+def test_a_log_that_is_no_text_is_refused(tmp_path):
+    (tmp_path / "log").write_bytes(b"\xff\xfe\x81")
+    with pytest.raises(ValueError, match=r"log is .*log', which is not UTF-8 text; allowed: an events.jsonl"):
+        eventlog.read(tmp_path / "log")
+
+
+@pytest.mark.parametrize(
+    "name", ["/dev/null", "/dev/full", "pipe", "a\0b", "/proc/no/log", ".", "~nobody-of-this-name/log"]
+)
+def test_a_log_goes_to_a_regular_file_only(tmp_path, monkeypatch, name):
+    monkeypatch.chdir(tmp_path)
+    os.mkfifo("pipe")
+    with pytest.raises(ValueError, match=r"event_log is .* \(.*\); allowed: a file that can be written"):
+        eventlog.check_path(name)
+
+
+def test_checking_a_path_leaves_what_is_in_the_file(tmp_path):
+    (tmp_path / "log").write_text("kept")
+    eventlog.check_path(tmp_path / "log")
+    assert (tmp_path / "log").read_text() == "kept"
+
+
 def test_a_log_that_is_not_there_or_cannot_be_written_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"log is .*, which cannot be read"):
         eventlog.read(tmp_path / "none")
-    with pytest.raises(ValueError, match=r"event_log is .*; allowed: a file to write"):
+    with pytest.raises(ValueError, match=r"event_log is .*; allowed: a file that can be written"):
         EventLog(tmp_path, Collector())
 
 
