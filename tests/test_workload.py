@@ -6,8 +6,8 @@ import math
 import numpy as np
 import pytest
 
-from pdjax.request import SLO
-from pdjax.workload import parse
+from pdjax.request import SLO, SamplingParams
+from pdjax.workload import Item, Workload, parse
 
 
 def make(kind, num_requests=None, *, vocab_size=500, max_model_len=1000, rate=math.inf, **options):
@@ -265,6 +265,16 @@ def test_a_window_takes_a_part_of_the_trace(azure):
         ("chat", {"arrival": "poison"}, "arrival is 'poison'; allowed: poisson, gamma:CV"),
         ("chat", {"arrival": "gamma:x"}, "arrival is 'gamma:x'; allowed"),
         ("chat", {"arrival": "gamma:0"}, "arrival is 'gamma:0'; allowed"),
+        ("chat", {"arrival": "gamma:1e200"}, "arrival is 'gamma:1e200'; allowed: gamma:CV with CV from 0.001 to 1000"),
+        ("chat", {"arrival": "gamma:1e-200"}, "arrival is 'gamma:1e-200'; allowed: gamma:CV with CV from 0.001"),
+        (
+            "chat",
+            {"rate": 1e-12},
+            "rate is 1e-12 with arrival 'poisson': the last of 2 requests comes after .* allowed",
+        ),
+        ("chat", {"rate": 5e-324, "arrival": "uniform"}, "rate is 5e-324 .* comes after inf s; allowed"),
+        ("chat", {"trace_end_s": math.nan}, "trace_end_s is nan; allowed: seconds"),
+        ("chat", {"trace_start_s": math.nan}, "trace_start_s is nan; allowed: seconds"),
         ("chat", {"arrival": "closed:1.5", "rate": None}, "arrival is 'closed:1.5'; allowed"),
         ("chat", {"arrival": "closed:2"}, "rate is inf; allowed with arrival 'closed:2': none"),
         ("chat", {"arrival": "trace"}, "arrival is 'trace'; allowed with a workload without times"),
@@ -289,6 +299,10 @@ def test_a_mistake_is_refused_by_name(kind, options, message):
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,2"], "TIMESTAMP is 'noon'; allowed: a number, or a date"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "nan,1,2"], "TIMESTAMP is 'nan'; allowed"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,1"], "GeneratedTokens is None; allowed"),
+        (
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", "x" * 200_000],
+            r"csv' is not CSV \(field larger than field limit",
+        ),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,999,2"], "1 rows above 1000 tokens dropped"),
     ],
 )
@@ -303,6 +317,8 @@ def test_a_broken_csv_is_refused_by_place(tmp_path, rows, message):
         ("", "has no line"),
         ("{", "jsonl:1: .*; allowed: one JSON object a line"),
         ("[1]", "allowed: one JSON object a line"),
+        ("[" * 100_000, "jsonl:1: not JSON .*recursion"),
+        ('{"prompt": "x", "max_tokens": ' + "9" * 5000 + "}", "jsonl:1: not JSON .*digits"),
         ('{"text": "x"}', r"keys are \['text'\]; allowed: one of prompt, messages, token_ids"),
         ('{"prompt": "x", "token_ids": [1]}', "allowed: one of prompt"),
         ('{"prompt": [1]}', r"prompt is \[1\]; allowed: text"),
@@ -319,6 +335,50 @@ def test_a_broken_prompts_file_is_refused_by_place(tmp_path, text, message):
 def test_a_mooncake_row_with_too_few_blocks_is_refused(tmp_path):
     with pytest.raises(ValueError, match="hash_ids has 1 entries; allowed: one for each 512 of 600 tokens"):
         make(mooncake_file(tmp_path, (0, 600, 1, [4])))
+
+
+HUGE = 10**400
+
+
+@pytest.mark.parametrize(
+    ("row", "message"),
+    [
+        ((0, 1, 1, None), "jsonl:1: hash_ids is None; allowed: a list"),
+        ((0, 1, 1, 3), "jsonl:1: hash_ids is 3; allowed: a list"),
+        ((0, math.inf, 1, []), "jsonl:1: input_length is inf; allowed: a whole number"),
+        ((0, HUGE, 1, []), r"jsonl:1: input_length is 10+\.\.\.0+; allowed: a whole number"),
+        ((HUGE, 1, 1, []), r"jsonl:1: timestamp is 10+\.\.\.0+; allowed: a number"),
+    ],
+)
+def test_a_mooncake_value_of_another_kind_is_refused_by_place(tmp_path, row, message):
+    with pytest.raises(ValueError, match=message):
+        make(mooncake_file(tmp_path, row))
+
+
+@pytest.mark.parametrize("kind", ["prompts", "lengths", "mooncake"])
+def test_a_file_that_is_no_text_is_refused_by_name(tmp_path, kind):
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ValueError, match="binary' is not UTF-8 text; allowed"):
+        make(f"{kind}:{tmp_path}/binary", 1)
+
+
+@pytest.mark.parametrize("rate", [None, 1e-300])
+def test_a_trace_that_would_take_too_long_is_refused(tmp_path, rate):
+    kind = mooncake_file(tmp_path, (0, 1, 1, []), (2e9, 1, 1, []))
+    with pytest.raises(ValueError, match=f"rate is {rate} with arrival 'trace': the last of 2 requests comes after"):
+        make(kind, arrival="trace", rate=rate)
+
+
+@pytest.mark.parametrize("arrival_s", [-1.0, 1e300, math.nan, "0"])
+def test_an_item_arrives_at_a_time_that_one_can_wait_for(arrival_s):
+    with pytest.raises(ValueError, match=r"arrival_s is .*; allowed: seconds from 0 to 1000000"):
+        Item(arrival_s, "Hi", SamplingParams(), SLO(), "a")
+
+
+@pytest.mark.parametrize("clients", [0, 1.5])
+def test_a_closed_loop_has_whole_clients(clients):
+    with pytest.raises(ValueError, match=f"clients is {clients}; allowed: a whole number >= 1"):
+        Workload((), "none", clients)
 
 
 def test_a_trace_with_too_few_rows_is_refused(azure):
