@@ -26,14 +26,19 @@ def convert(model: str, out: Path, dtype: str) -> None:
         dtype: "auto" is float32, which loses nothing; it can be loaded as either.
 
     Raises:
-        ValueError: `model` cannot be loaded, or `out` has something in it.
+        ValueError: `model` cannot be loaded, `out` has something in it, or is no folder that can be made.
     """
-    if out.exists() and (not out.is_dir() or any(out.iterdir())):
-        raise ValueError(f"out is {str(out)!r}, which is not empty; allowed: a new or empty folder")
     found = source.resolve(model)
+    try:
+        if out.exists() and (not out.is_dir() or any(out.iterdir())):
+            raise ValueError(f"out is {str(out)!r}, which is not empty; allowed: a new or empty folder")
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"out is {str(out)!r}, which is no folder to write to: {error.strerror}; allowed: a new or empty folder"
+        ) from None
     # One device: nothing is padded, so the folder fits every mesh.
     values = found.load(make_mesh(found.config, jax.devices("cpu")[:1]), "float32" if dtype == "auto" else dtype)
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer = found.tokenizer_or_none
     if tokenizer is not None:
         (out / "tokenizer.json").write_text(tokenizer.backend.to_str())

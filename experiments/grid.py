@@ -173,13 +173,16 @@ def read_cases(path: Path) -> dict[str, Case]:
     Raises:
         ValueError: not such a file.
     """
-    arrays = path.with_suffix(".npz")
     try:
+        arrays = path.with_suffix(".npz")
         logits: Mapping[str, Any] = np.load(arrays) if arrays.exists() else {}
         stored = json.loads(path.read_text())["cases"]
-        return {case["name"]: _case(case, logits) for case in stored}
-    except (OSError, ValueError, KeyError, TypeError) as error:
+        cases = {case["name"]: _case(case, logits) for case in stored}
+    except (OSError, ValueError, KeyError, TypeError, IndexError, RecursionError) as error:
         raise ValueError(f"references is {str(path)!r}, which cannot be read: {error!r}; allowed: see --help") from None
+    if not cases:
+        raise ValueError(f"references is {str(path)!r}, which has no case; allowed: at least one in its cases")
+    return cases
 
 
 def compare(
@@ -215,4 +218,7 @@ def _case(stored: Mapping[str, Any], logits: Mapping[str, Any]) -> Case:
     if key in logits:
         scores = np.asarray(logits[key], np.float64)
         first = float(scores[ids[0]] - scores.max() - np.log(np.exp(scores - scores.max()).sum()))
-    return Case(tuple(stored["prompt_ids"]), ids, tuple(stored["top2_gap"]), first)
+    prompt_ids, gaps = tuple(stored["prompt_ids"]), tuple(stored["top2_gap"])
+    if not (prompt_ids and ids and gaps):
+        raise ValueError(f"case {stored['name']} has an empty list")
+    return Case(prompt_ids, ids, gaps, first)

@@ -65,6 +65,14 @@ def test_a_folder_with_something_in_it_is_not_overwritten(tmp_path):
         convert("tiny", tmp_path, "float32")
 
 
+@pytest.mark.parametrize("out", ["/proc/no/folder", "/dev/null/folder"])
+def test_a_folder_that_cannot_be_made_is_refused(out):
+    with pytest.raises(
+        ValueError, match=f"out is {out!r}, which is no folder to write to: .*; allowed: a new or empty"
+    ):
+        convert("tiny", Path(out), "float32")
+
+
 def test_launcher_says_what_is_wrong_in_one_line(tmp_path):
     command = [sys.executable, "-m", "pdjax.experiments.convert", "--model=lama", f"--out={tmp_path}/new"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)

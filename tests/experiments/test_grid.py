@@ -87,10 +87,22 @@ def test_the_first_log_probability_is_that_of_the_stored_logits(tmp_path):
 
 
 def test_references_that_cannot_be_read_are_refused(tmp_path):
-    for text in ("{", "[]", '{"cases": [{}]}'):
+    for text in ("{", "[]", '{"cases": [{}]}', "[" * 100_000):
         (tmp_path / "runs.json").write_text(text)
         with pytest.raises(ValueError, match=r"references is .*runs.json.*cannot be read"):
             grid.read_cases(tmp_path / "runs.json")
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [(None, "has no case; allowed: at least one"), ({"generated_ids": []}, "case a has an empty list")],
+)
+def test_references_without_anything_to_compare_are_refused(tmp_path, changes, message):
+    path = stored(tmp_path, **(changes or {}))
+    if changes is None:
+        path.write_text('{"cases": []}')
+    with pytest.raises(ValueError, match=f"references is .*runs.json.*{message}"):
+        grid.read_cases(path)
 
 
 def test_an_engine_that_breaks_is_the_outcome_of_its_row(monkeypatch):
