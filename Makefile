@@ -26,11 +26,14 @@ $(STAMP): setup.cfg pyproject.toml
 demo: install
 	$(BIN)/python -m pdjax.experiments.serve
 
+# Two processes, a file of tests each: most tests wait for one compilation after the other.
+PYTEST := $(BIN)/python -m pytest --numprocesses=2 --dist=loadfile
+
 test: install
-	$(BIN)/python -m pytest
+	$(PYTEST)
 
 fast: install
-	$(BIN)/python -m pytest -m "not slow"
+	$(PYTEST) -m "not slow"
 
 lint: install
 	$(BIN)/ruff check .

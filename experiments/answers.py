@@ -27,6 +27,7 @@ class Answers:
     def __init__(self, console: Console, items: Sequence[Item]) -> None:
         self._console = console
         self._questions = [question(item) for item in items[:SHOWN]]
+        self._count = len(items)
         self._texts = [""] * len(self._questions)
         self._printed = [0] * len(self._questions)  # characters of each text, without a terminal
         self._lock = threading.Lock()
@@ -36,6 +37,8 @@ class Answers:
         if self._console.is_terminal:
             self._live.start(refresh=True)
         else:
+            if self._count > SHOWN:
+                self._console.print(f"the first {SHOWN} of {self._count} answers:", highlight=False)
             for number, text in enumerate(self._questions):
                 self._line(number, f"? {text}")
         return self

@@ -6,10 +6,8 @@ The model is SmolLM2-135M's shape with random weights. Ratios are medians of --r
 measured once. A ratio below its bar does not fail the launcher: the bars were set on another machine.
 """
 
-import json
 import os
 from collections.abc import Callable, Mapping
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from pdjax import provenance
+from pdjax import report as outputs
 from pdjax.experiments import bench_cases, bench_engine, bench_peers, launcher
 
 OUT = absl_flags.DEFINE_string("out", None, "Folder to write to; empty: nothing is written.")
@@ -66,9 +65,9 @@ def program_ratios(wanted: Callable[[str], bool], runs: int, report: Callable[[s
 
 def table_of(ratios: Mapping[str, Entry]) -> Table:
     """One row per ratio."""
-    table = Table("ratio", "value", "bar", "", "ms")
+    table = Table("ratio", "value", "bar", "reached", "ms")
     for name, entry in ratios.items():
-        verdict = "[green]ok[/green]" if entry["ok"] else "[red]missed[/red]"
+        verdict = "[green]yes[/green]" if entry["ok"] else "[red]no[/red]"
         sign = "<=" if entry["at_most"] else ">="
         ms = f"{entry['ms']:.1f}" if "ms" in entry else ""
         table.add_row(name, f"{entry['value']:.3f}", f"{sign} {entry['bar']:g}", verdict, ms)
@@ -85,12 +84,8 @@ def main(argv: list[str]) -> None:
             raise ValueError(f"only has {prefix!r}; allowed: the start of one of {', '.join(names)}")
     if PEERS.value:
         bench_peers.check()
-    folder = Path(OUT.value) if OUT.value else None
-    if folder:
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"out is {OUT.value!r}, which is no folder to write to: {error.strerror}") from None
+    if OUT.value:
+        outputs.out_folder(OUT.value)
     use_one_core()
     limits = {"read_gb_per_s": bench_cases.read_bandwidth() / 1e9, "gemm_gflops": bench_cases.peak_flops() / 1e9}
 
@@ -118,7 +113,7 @@ def main(argv: list[str]) -> None:
             "core of an AVX-512 machine, which multiplies 4 times as fast",
             highlight=False,
         )
-    if folder:
+    if OUT.value:
         given = {flag.name: flag.value for flag in (OUT, RUNS, ONLY, PEERS)}
         summary = {
             "provenance": provenance.collect(given, devices=jax.devices()[:1]),
@@ -127,7 +122,7 @@ def main(argv: list[str]) -> None:
             "output_tokens_per_s": tokens_per_s,
             "vllm_output_tokens_per_s": VLLM_TOKENS_PER_S,
         }
-        (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
+        outputs.write_summary(OUT.value, summary)
 
 
 if __name__ == "__main__":

@@ -42,7 +42,7 @@ _ENGINE = [
         ("prefill_num_pages", 0, "KV pages of a prefill instance; 0: chosen."),
         ("decode_num_pages", 0, "KV pages of a decode instance; 0: chosen."),
         ("page_size", 1, "Tokens in a page."),
-        ("max_model_len", 0, "Most tokens of a request, prompt and answer; 0: the model's context."),
+        ("max_model_len", 0, "Most tokens of a request, prompt and answer; 0: the model's context, at most 8192."),
         ("stream_layers", 0, "Layers in a group of streamed KV; 0: a prompt's KV goes whole after its prefill."),
         ("max_queue", 0, "Requests that may wait for their first pass, one more is rejected; 0: any number."),
     )

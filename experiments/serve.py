@@ -150,10 +150,7 @@ def main(argv: list[str]) -> None:
     devices = build.devices_for(one.devices)
     workload = build_workload(tuple(configs.values()))
     if folder := flags.OUT.value:
-        try:
-            Path(folder).mkdir(parents=True, exist_ok=True)
-        except OSError as error:
-            raise ValueError(f"out is {folder!r}, which is no folder to write to: {error.strerror}") from None
+        report.out_folder(folder)
     console = Console()
     console.print(workload.note, highlight=False, soft_wrap=True)
     entries, reports = serve(

@@ -30,7 +30,7 @@ class EngineConfig:
         prefill_num_pages, decode_num_pages: KV pages of one instance; 0: room for `decode_max_batch` requests of
             1024 tokens (or of the context length, where that is less).
         page_size: tokens in a page.
-        max_model_len: most tokens of one request; 0: the model's context.
+        max_model_len: most tokens of one request; 0: the model's context, at most 8192.
         transfer: how KV moves between instances: "device_put" from device to device, or "jax_transfer" by
             `jax.experimental.transfer`, through the host and sockets.
         verify_kv: compare the KV of both sides, read back from their pages, at the end of every transfer; a

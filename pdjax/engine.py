@@ -20,7 +20,7 @@ from pdjax.build import Progress, Warmup, build, check_meshes, devices_for, sche
 from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
-from pdjax.eventlog import EventLog, header_of
+from pdjax.eventlog import EventLog, check_path, header_of
 from pdjax.handle import AsyncDeltas, Delta, Handle, Result
 from pdjax.latency import LatencyModel
 from pdjax.local import LocalCluster
@@ -62,6 +62,8 @@ class Engine:
     ) -> None:
         self.config = config
         self._scheduler = scheduler_of(config)
+        if config.event_log:
+            check_path(config.event_log)
         self._source = resolve(config.model, max_len=config.max_model_len)
         check_meshes(config, self._source.config, traits_of(self._scheduler))
         devices = devices_for(config.devices, devices)

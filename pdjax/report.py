@@ -83,10 +83,19 @@ class Report:
         return numbers | {"capacity": self.capacity}
 
 
+def out_folder(out: str | Path) -> Path:
+    """The folder, made if missing. ValueError naming `out` if it cannot be."""
+    folder = Path(out)
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except (OSError, ValueError) as error:
+        raise ValueError(f"out is {str(out)!r}, which is no folder to write to: {error}") from None
+    return folder
+
+
 def write_summary(out_dir: str | Path, summary: dict[str, Any]) -> Path:
     """Writes summary.json alone into `out_dir`, which is made if missing; returns it."""
-    folder = Path(out_dir)
-    folder.mkdir(parents=True, exist_ok=True)
+    folder = out_folder(out_dir)
     (folder / "summary.json").write_text(json.dumps(summary, indent=2) + "\n")
     return folder
 

@@ -337,7 +337,7 @@ def _arrivals(
     gaps = rng.gamma(variation**-2, variation**2, count - 1) if variation else np.ones(count - 1)
     with np.errstate(over="ignore"):  # infinity is refused with all that comes too late
         ends = np.cumsum(gaps) / rate
-    return [0.0, *ends.tolist()], None, f"{arrival} arrivals, {rate:g}/s"
+    return [0.0, *ends.tolist()], None, f"{arrival} arrivals, {rate:g}/s" if math.isfinite(rate) else "all at once"
 
 
 def _number(arrival: str, text: str, *, whole: bool = False) -> float:
