@@ -50,9 +50,10 @@ def test_every_prompt_of_the_first_block_is_prefilled_and_decoded_on_instances_o
 
 def test_the_other_blocks_print_what_they_say(printed):
     assert re.search(r"^.*abort$", printed, re.MULTILINE)
-    assert re.search(r"^True \(-\d+\.\d+, -", printed, re.MULTILINE), "a seed repeats; log probabilities are there"
+    repeated = r"^equal: True \[-\d+\.\d+, -"
+    assert re.search(repeated, printed, re.MULTILINE), "a seed repeats; log probabilities are there"
     assert re.search(r"^deadline$", printed, re.MULTILINE)
-    assert re.search(r"^\d+\.\d+$", printed, re.MULTILINE), "goodput"
+    assert re.search(r"^goodput \d+\.\d+ of \d+\.\d+ requests/s$", printed, re.MULTILINE)
 
 
 def test_a_users_scheduler_places_what_the_engine_serves(printed):
@@ -65,6 +66,8 @@ def test_the_same_scheduler_trades_latencies_in_simulation(printed):
     assert [int(row[0]) for row in rows] == [0, 500, 4000]
     tpot = [float(row[3]) for row in rows]
     assert tpot == sorted(tpot), "the fewer prompts move, the more answers are held up"
+    assert [row[1] for row in rows] == ["125.1", "63.0", "284.8"], "the text quotes them"
+    assert (round(tpot[1] - tpot[0], 1), round(tpot[2] - tpot[1], 1)) == (0.9, 4.3), "the text quotes them"
 
 
 def test_the_table_of_placements_has_every_scheduler():
