@@ -45,18 +45,21 @@ class LatencyModel:
         """Seconds of one iteration; 0 for an empty one."""
         if not load.chunks and not load.rows:
             return 0.0
-        base, *weights = self.iteration
-        return base + sum(weight * value for weight, value in zip(weights, features(spec, load), strict=True))
+        return cast(float, self._predict(*features(spec, load)))
 
     def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> np.ndarray:
         """Seconds of each of several decode steps, [steps]: the rows of `load` grow by a token a step. To the last bit
         what `iteration_s` says of each."""
-        base, *weights = self.iteration
         grown = np.arange(steps)
-        values: list[Any] = list(features(spec, load))
-        values[3] = load.context_tokens + grown * load.rows
-        values[4] = load.rows * (load.max_context + grown)
-        return cast(np.ndarray, base + sum(weight * value for weight, value in zip(weights, values, strict=True)))
+        tokens, prior, rows, *_ = features(spec, load)
+        contexts = load.context_tokens + grown * load.rows
+        return cast(np.ndarray, self._predict(tokens, prior, rows, contexts, load.rows * (load.max_context + grown)))
+
+    def _predict(self, tokens: Any, prior: Any, rows: Any, contexts: Any, longest: Any) -> Any:
+        """Of features that are numbers or arrays alike. Written out: from Python 3.12 on, `sum` of numbers rounds
+        in a way of its own."""
+        base, a, b, c, d, e = self.iteration
+        return base + (a * tokens + b * prior + c * rows + d * contexts + e * longest)
 
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
