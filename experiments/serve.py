@@ -54,9 +54,8 @@ def event_log(name: str, names: Sequence[str]) -> str:
     return str(Path(flags.OUT.value) / ("events.jsonl" if len(names) == 1 else f"events-{name}.jsonl"))
 
 
-def build_workload(configs: Sequence[EngineConfig]) -> Workload:
-    """The requests of the flags, for engines of these configurations, which are checked first."""
-    found = source.resolve(configs[0].model, max_len=configs[0].max_model_len)  # they differ in the policy only
+def build_workload(configs: Sequence[EngineConfig], found: source.Source) -> Workload:
+    """The requests of the flags, for engines of these configurations of the model, which are checked first."""
     limits = []
     for config in configs:
         specs = build.specs_of(config, found.config, traits_of(build.scheduler_of(config)))
@@ -144,11 +143,11 @@ def main(argv: list[str]) -> None:
     names = schedulers(flags.SCHEDULER.value)
     configs = {name: flags.build_config(scheduler=name, event_log=event_log(name, names)) for name in names}
     one = next(iter(configs.values()))
+    found = source.resolve(one.model, max_len=one.max_model_len)  # they differ in the policy only
     for config in configs.values():
-        model = source.resolve(config.model, max_len=config.max_model_len).config
-        build.check_meshes(config, model, traits_of(build.scheduler_of(config)))
+        build.check_meshes(config, found.config, traits_of(build.scheduler_of(config)))
     devices = build.devices_for(one.devices)
-    workload = build_workload(tuple(configs.values()))
+    workload = build_workload(tuple(configs.values()), found)
     if folder := flags.OUT.value:
         report.out_folder(folder)
     console = Console()

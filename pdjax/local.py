@@ -43,7 +43,6 @@ class _Move:
     """An open transfer. `closed`: aborted or failed, its late units are dropped."""
 
     command: StartTransfer
-    started_s: float | None = None
     inserted: int = 0  # tokens times layers
     nbytes: int = 0
     closed: bool = False

@@ -12,6 +12,7 @@ from rich.console import Console
 
 from pdjax import report
 from pdjax.experiments import flags, serve
+from pdjax.models import source
 from tests.engines import engine, settle
 
 COUNT = 4
@@ -46,7 +47,7 @@ def run(served, *arguments):
         absl_flags.FLAGS.unparse_flags()
         absl_flags.FLAGS(["test", "--model=tiny", "--scheduler=disaggregated", f"--num_requests={COUNT}", *arguments])
         config = flags.build_config(**{name: getattr(served.config, name) for name in ("max_model_len", "page_size")})
-        workload = serve.build_workload([config])
+        workload = serve.build_workload([config], source.resolve(config.model, max_len=config.max_model_len))
         entries, reports = serve.serve(
             {"disaggregated": config},
             workload,
