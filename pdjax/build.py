@@ -101,17 +101,10 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     chunk = decode_chunk if traits.decode_prefills else 0
     mesh = config.decode_pp, config.decode_tp
     decode = _Pool(Role.DECODE, *mesh, config.decode_num_pages, chunk, config.decode_max_batch)
-    if not traits.colocated:
-        pools = [prefill] * config.prefill_instances + [decode] * config.decode_instances
-    else:
-        if config.devices % decode.devices:
-            raise ValueError(
-                f"decode_pp * decode_tp is {decode.pp} * {decode.tp}; allowed: a divisor of the {config.devices} "
-                "devices of both pools, since colocated instances use them all"
-            )
-        mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
-        pools = [mixed] * (config.devices // decode.devices)
-    return tuple(_spec(index, pool, config, model, max_len) for index, pool in enumerate(pools))
+    mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
+    pools = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
+    roles = config.roles(traits.colocated)
+    return tuple(_spec(index, pools[role], config, model, max_len) for index, role in enumerate(roles))
 
 
 def devices_for(count: int, given: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:

@@ -4,9 +4,11 @@ import dataclasses
 from typing import Any
 
 from pdjax.checks import check_whole, is_number
+from pdjax.messages import Role
 
 DTYPES = ("auto", "float32", "bfloat16")
-TRANSFERS = ("device_put", "jax_transfer")
+TRANSFERS = ("device_put", "jax_transfer", "mpi")
+ON_FAILURE = ("recompute", "fail")
 MAX_TIMEOUT_S = 1e6  # more than that no lock can wait for everywhere
 
 
@@ -31,8 +33,15 @@ class EngineConfig:
             1024 tokens (or of the context length, where that is less).
         page_size: tokens in a page.
         max_model_len: most tokens of one request; 0: the model's context, at most 8192.
-        transfer: how KV moves between instances: "device_put" from device to device, or "jax_transfer" by
-            `jax.experimental.transfer`, through the host and sockets.
+        transfer: how KV moves between instances: "device_put" from device to device, "jax_transfer" by
+            `jax.experimental.transfer`, through the host and sockets, or "mpi" between the ranks of an `mpirun` job
+            (`pdjax.mpi`). In such a job each instance has ranks of its own, and "jax_transfer" works too.
+        prefill_ranks, decode_ranks: ranks of one instance in an `mpirun` job; each has tp / ranks devices of every
+            stage.
+        devices_per_rank: devices that a rank of an `mpirun` job may see; 0: as many as it needs.
+        pin: give the ranks of each instance CPU cores of their own; rank 0 shares those of the first instance.
+        peer_timeout_s: a rank that is not heard of for so long is given up, its instance with it.
+        on_failure: of a request that was on an instance that is lost: "recompute" its KV on another, or "fail" it.
         verify_kv: compare the KV of both sides, read back from their pages, at the end of every transfer; a
             difference fails it. For debugging: it copies pools to the host.
         stream_layers: layers per streamed group; 0 sends a prompt's KV whole after its prefill.
@@ -63,6 +72,12 @@ class EngineConfig:
     page_size: int = 64
     max_model_len: int = 0
     transfer: str = "device_put"
+    prefill_ranks: int = 1
+    decode_ranks: int = 1
+    devices_per_rank: int = 0
+    pin: bool = False
+    peer_timeout_s: float = 10.0
+    on_failure: str = "recompute"
     verify_kv: bool = False
     stream_layers: int = 3
     transfer_timeout_s: float = 60.0
@@ -75,7 +90,7 @@ class EngineConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.model, str):
             raise ValueError(f"model is {self.model!r}; allowed: a preset name or a path, as text")
-        for name, allowed in (("dtype", DTYPES), ("transfer", TRANSFERS)):
+        for name, allowed in (("dtype", DTYPES), ("transfer", TRANSFERS), ("on_failure", ON_FAILURE)):
             if getattr(self, name) not in allowed:
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: {', '.join(allowed)}")
         for name in (
@@ -85,6 +100,8 @@ class EngineConfig:
             "decode_pp",
             "prefill_tp",
             "decode_tp",
+            "prefill_ranks",
+            "decode_ranks",
             "prefill_max_batch",
             "decode_max_batch",
             "page_size",
@@ -97,6 +114,7 @@ class EngineConfig:
             "decode_num_pages",
             "max_model_len",
             "stream_layers",
+            "devices_per_rank",
             "max_queue",
             "seed",
         ):
@@ -105,11 +123,17 @@ class EngineConfig:
             raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
         if not isinstance(self.event_log, str):
             raise ValueError(f"event_log is {self.event_log!r}; allowed: a path as text, or an empty one")
-        if not isinstance(self.verify_kv, bool):
-            raise ValueError(f"verify_kv is {self.verify_kv!r}; allowed: True, False")
-        timeout = self.transfer_timeout_s
-        if not is_number(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
-            raise ValueError(f"transfer_timeout_s is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")
+        for name in ("verify_kv", "pin"):
+            if not isinstance(getattr(self, name), bool):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
+        for name in ("transfer_timeout_s", "peer_timeout_s"):
+            timeout = getattr(self, name)
+            if not is_number(timeout) or not 0 < timeout <= MAX_TIMEOUT_S:
+                raise ValueError(f"{name} is {timeout!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}")
+        for side in ("prefill", "decode"):
+            tp, ranks = getattr(self, f"{side}_tp"), getattr(self, f"{side}_ranks")
+            if tp % ranks:
+                raise ValueError(f"{side}_ranks is {ranks}; allowed: a divisor of {side}_tp, which is {tp}")
 
     @property
     def stream_from(self) -> int | None:
@@ -121,3 +145,23 @@ class EngineConfig:
         """Of both pools together; colocated instances use as many."""
         prefill = self.prefill_instances * self.prefill_pp * self.prefill_tp
         return prefill + self.decode_instances * self.decode_pp * self.decode_tp
+
+    def roles(self, colocated: bool) -> tuple[Role, ...]:
+        """Of the instances, in order. Colocated ones are MIXED, made of the devices of both pools at decode_pp stages
+        of decode_tp.
+
+        Raises:
+            ValueError: those devices do not divide.
+        """
+        if not colocated:
+            return (Role.PREFILL,) * self.prefill_instances + (Role.DECODE,) * self.decode_instances
+        if self.devices % (self.decode_pp * self.decode_tp):
+            raise ValueError(
+                f"decode_pp * decode_tp is {self.decode_pp} * {self.decode_tp}; allowed: a divisor of the "
+                f"{self.devices} devices of both pools, since colocated instances use them all"
+            )
+        return (Role.MIXED,) * (self.devices // (self.decode_pp * self.decode_tp))
+
+    def ranks_of(self, role: Role) -> int:
+        """Ranks of one instance of a role."""
+        return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks

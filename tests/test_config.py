@@ -14,6 +14,8 @@ AT_LEAST_ONE = (
     "decode_pp",
     "prefill_tp",
     "decode_tp",
+    "prefill_ranks",
+    "decode_ranks",
     "prefill_max_batch",
     "decode_max_batch",
     "page_size",
@@ -25,6 +27,7 @@ ZERO_IS_AUTOMATIC = (
     "decode_num_pages",
     "max_model_len",
     "stream_layers",
+    "devices_per_rank",
     "max_queue",
     "seed",
 )

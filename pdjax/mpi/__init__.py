@@ -1,0 +1,12 @@
+"""One engine over many processes: rank 0 decides, the other ranks are instances, or parts of one. See `pdjax.mpi.job`.
+
+    def main():
+        with pdjax.Engine(config) as engine:
+            ...
+
+    pdjax.mpi.run(main, config)     # in every rank: rank 0 runs main, the others serve and end with its status
+
+Importing this package starts no MPI.
+"""
+
+from pdjax.mpi.job import run as run
