@@ -41,6 +41,7 @@ class InstanceSpec:
         max_model_len: most tokens a request may hold.
         kv_bytes_per_token: bytes of K and V of one token, all layers.
         chunk_buckets, row_buckets: ascending padded sizes its programs are compiled for.
+        ranks: the ranks of an `mpirun` job that it runs on, its leader first; empty in one process.
     """
 
     index: int
@@ -57,6 +58,7 @@ class InstanceSpec:
     max_in_flight: int = 2
     chunk_buckets: tuple[int, ...] = ()
     row_buckets: tuple[int, ...] = ()
+    ranks: tuple[int, ...] = ()
 
     @property
     def usable_pages(self) -> int:

@@ -25,7 +25,8 @@ class Post(Protocol):
         ...
 
     def tell(self, rank: int, message: bytes) -> None:
-        """Sends a message; one to a dead rank is dropped. To itself is not allowed."""
+        """Sends a message. One to a dead rank is dropped; one to a rank that was given up for its silence is not, so
+        that it learns of it when it wakes up. To itself is not allowed."""
         ...
 
     def ship(self, rank: int, tag: int, buffer: Any, done: Done) -> None:

@@ -149,10 +149,15 @@ class Digests:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
-class Ended:
-    """The engine's part on this rank is freed; `compiled`: programs compiled since the warm-up."""
+class Compiled:
+    """Programs compiled on this rank since its warm-up; said when their number changes, which is a bug."""
 
-    compiled: int
+    count: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Ended:
+    """The engine's part on this rank is freed."""
 
 
 Word = (
@@ -175,6 +180,7 @@ Word = (
     | Stopped
     | Failed
     | Digests
+    | Compiled
     | Ended
     | Parcel
     | Credit
