@@ -12,7 +12,7 @@ from typing import Any
 from absl import flags
 
 from pdjax import metrics, workload
-from pdjax.config import DTYPES, TRANSFERS, EngineConfig
+from pdjax.config import DTYPES, ON_FAILURE, TRANSFERS, EngineConfig
 from pdjax.request import SLO
 from pdjax.schedulers import SCHEDULERS
 
@@ -35,6 +35,9 @@ _ENGINE = [
         ("decode_pp", 1, "Pipeline stages of a decode instance."),
         ("prefill_tp", 1, "Devices of a stage of a prefill instance."),
         ("decode_tp", 1, "Devices of a stage of a decode instance."),
+        ("prefill_ranks", 1, "Ranks of a prefill instance under mpirun."),
+        ("decode_ranks", 1, "Ranks of a decode instance under mpirun, also of a colocated one."),
+        ("devices_per_rank", 0, "Devices that a rank may see under mpirun; 0: as many as it needs."),
         ("prefill_chunk", 0, "Most prompt tokens in one iteration of a prefill instance; 0: chosen."),
         ("decode_chunk", 0, "The same of a decode instance, for prompts that it computes itself."),
         ("prefill_max_batch", 1, "Most prompts in one iteration of a prefill instance."),
@@ -48,6 +51,14 @@ _ENGINE = [
     )
 ]
 TRANSFER = flags.DEFINE_enum("transfer", _DEFAULTS.transfer, TRANSFERS, "How KV moves between instances.")
+PIN = flags.DEFINE_bool("pin", _DEFAULTS.pin, "Under mpirun, give the ranks of each instance CPU cores of their own.")
+PEER_TIMEOUT_S = flags.DEFINE_float(
+    "peer_timeout_s", _DEFAULTS.peer_timeout_s, "A rank that is silent for so long is given up.", lower_bound=0.1
+)
+flags.DEFINE_alias("peer_timeout", "peer_timeout_s")
+ON_FAILURE_FLAG = flags.DEFINE_enum(
+    "on_failure", _DEFAULTS.on_failure, ON_FAILURE, "Of requests on an instance that is lost."
+)
 VERIFY_KV = flags.DEFINE_bool("verify_kv", _DEFAULTS.verify_kv, "Compare the KV of both sides of each transfer.")
 
 WORKLOAD = flags.DEFINE_string("workload", "chat", f"One of {workload.KINDS}.")
@@ -85,6 +96,9 @@ def build_config(**changes: Any) -> EngineConfig:
         "dtype": DTYPE.value,
         "scheduler": SCHEDULER.value,
         "transfer": TRANSFER.value,
+        "pin": PIN.value,
+        "peer_timeout_s": PEER_TIMEOUT_S.value,
+        "on_failure": ON_FAILURE_FLAG.value,
         "verify_kv": VERIFY_KV.value,
         "seed": SEED.value,
         **{holder.name: holder.value for holder in _ENGINE},

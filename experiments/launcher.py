@@ -10,12 +10,37 @@ from typing import Any, NoReturn
 
 from absl import app, flags, logging
 
+from pdjax import mpi
+from pdjax.config import EngineConfig
+from pdjax.mpi.facts import Facts
+
 
 def run(main: Callable[[list[str]], Any]) -> None:
     """Parses `sys.argv`, calls `main` with what is left of it, and exits the process."""
     # absl shows what every library logs from INFO on; --verbosity still can.
     logging.set_verbosity(logging.WARNING)
     app.run(lambda argv: _guarded(main, argv), flags_parser=_parse)
+
+
+def on_ranks(main: Callable[[], None], config: EngineConfig) -> None:
+    """Calls `main`: here, or if `mpirun` has started this process, on rank 0, while the other ranks serve and leave
+    with its status.
+
+    Raises:
+        ValueError: `transfer` is not what such a process can do.
+    """
+    if config.transfer == "mpi" or (mpi.launched() and config.transfer == "jax_transfer"):
+        mpi.run(main, config)
+    elif mpi.launched():
+        raise ValueError(f"transfer is {config.transfer!r}; allowed under mpirun: mpi, jax_transfer")
+    else:
+        main()
+
+
+def ranks_for(config: EngineConfig) -> tuple[Facts, ...]:
+    """What is known of the ranks that engines of this configuration use; empty if they are in this process."""
+    head = mpi.current()
+    return () if head is None or config.transfer == "device_put" else head.facts
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -73,12 +73,14 @@ def serve(
     workload: Workload,
     console: Console,
     *,
+    platform: str | None = None,
     warmup_requests: int = 0,
     targets: Sequence[metrics.Target] = (),
     attainment: float = metrics.ATTAINMENT,
     make_engine: Callable[..., Any] | None = None,
 ) -> tuple[list[dict[str, Any]], dict[str, Report]]:
-    """Plays the workload once per configuration, one engine after the other.
+    """Plays the workload once per configuration, one engine after the other. `platform`: of their devices; None: the
+    one at hand.
 
     Returns:
         (entries of summary.json's `runs`, the reports by scheduler).
@@ -94,7 +96,7 @@ def serve(
                 {
                     "scheduler": name,
                     "model": config.model,
-                    "dtype": build.dtype_of(config),
+                    "dtype": build.dtype_of(config, platform),
                     **reports[name].summary(targets=targets, attainment=attainment),
                     "warmup_s": engine.warmup_s,
                     "compile_s": engine.compile_s,
@@ -142,11 +144,18 @@ def main(argv: list[str]) -> None:
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     names = schedulers(flags.SCHEDULER.value)
     configs = {name: flags.build_config(scheduler=name, event_log=event_log(name, names)) for name in names}
+    launcher.on_ranks(lambda: compare(configs), next(iter(configs.values())))
+
+
+def compare(configs: Mapping[str, EngineConfig]) -> None:
+    """Serves with each of the configurations, which differ in the policy only, and shows and writes the results."""
     one = next(iter(configs.values()))
-    found = source.resolve(one.model, max_len=one.max_model_len)  # they differ in the policy only
+    found = source.resolve(one.model, max_len=one.max_model_len)
     for config in configs.values():
         build.check_meshes(config, found.config, traits_of(build.scheduler_of(config)))
-    devices = build.devices_for(one.devices)
+    ranks = launcher.ranks_for(one)
+    devices = () if ranks else build.devices_for(one.devices)
+    platform = ranks[1].platform if ranks else devices[0].platform
     workload = build_workload(tuple(configs.values()), found)
     if folder := flags.OUT.value:
         report.out_folder(folder)
@@ -156,6 +165,7 @@ def main(argv: list[str]) -> None:
         configs,
         workload,
         console,
+        platform=platform,
         warmup_requests=flags.WARMUP_REQUESTS.value,
         targets=flags.build_targets(),
         attainment=flags.ATTAINMENT.value,
@@ -164,10 +174,10 @@ def main(argv: list[str]) -> None:
     words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
     console.print(table.comparison(entries))
     console.print(f"SLO of a request: {words}. Longest gap: between two tokens of one answer.", highlight=False)
-    if devices[0].platform == "cpu":
+    if platform == "cpu":
         console.print("The devices of a CPU share its cores: this shows behaviour, not what separate hardware gains.")
     if folder:
-        origin = provenance.collect(flags.given(), devices=devices)
+        origin = provenance.collect(flags.given(), devices=devices, ranks=ranks)
         report.write(folder, {"provenance": origin, "workload": workload.note, "runs": entries}, reports)
         console.print(f"{folder}/ has summary.json, requests.jsonl, timeline.json and plots", highlight=False)
     check(entries)

@@ -30,9 +30,12 @@ class LayerKV(NamedTuple):
 
 def kv_dtype(weights_dtype: Any, devices: Iterable[Any]) -> np.dtype:
     """The dtype KV is kept in: float32 on CPU (XLA widens a whole bf16 cache to update it), else the weights'."""
-    if any(device.platform == "cpu" for device in devices):
-        return np.dtype(np.float32)
-    return np.dtype(weights_dtype)
+    return kv_dtype_on("cpu" if any(device.platform == "cpu" for device in devices) else "", weights_dtype)
+
+
+def kv_dtype_on(platform: str, weights_dtype: Any) -> np.dtype:
+    """The same, of a platform that this process may have no device of."""
+    return np.dtype(np.float32 if platform == "cpu" else weights_dtype)
 
 
 def kv_bytes_per_token(config: ModelConfig, dtype: Any) -> int:

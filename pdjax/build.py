@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Sequence
 
 import jax
+from jax.sharding import Mesh
 
 from pdjax import compiles
 from pdjax.config import EngineConfig
@@ -21,7 +22,7 @@ from pdjax.local import LocalCluster
 from pdjax.messages import InstanceSpec, Role
 from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
-from pdjax.models.kv import kv_bytes_per_token, kv_dtype
+from pdjax.models.kv import kv_bytes_per_token, kv_dtype_on
 from pdjax.models.params import Weights
 from pdjax.models.sharding import make_meshes, shares, split
 from pdjax.models.source import Source
@@ -85,8 +86,11 @@ def check_meshes(config: EngineConfig, model: ModelConfig, traits: Traits) -> No
             raise ValueError(f"{side}_{error}") from None
 
 
-def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[InstanceSpec, ...]:
+def specs_of(
+    config: EngineConfig, model: ModelConfig, traits: Traits, platform: str | None = None
+) -> tuple[InstanceSpec, ...]:
     """The instances of an engine. With a colocated policy the devices of both pools, at decode_pp stages of decode_tp.
+    `platform`: of their devices; None: the one at hand.
 
     Raises:
         ValueError: an impossible mesh, or pages too few for one request.
@@ -104,7 +108,9 @@ def specs_of(config: EngineConfig, model: ModelConfig, traits: Traits) -> tuple[
     mixed = dataclasses.replace(decode, role=Role.MIXED, chunk=prefill_chunk)
     pools = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
     roles = config.roles(traits.colocated)
-    return tuple(_spec(index, pools[role], config, model, max_len) for index, role in enumerate(roles))
+    platform = platform or platform_here()
+    kv = kv_bytes_per_token(model, kv_dtype_on(platform, dtype_of(config, platform)))
+    return tuple(_spec(index, pools[role], config, max_len, kv) for index, role in enumerate(roles))
 
 
 def devices_for(count: int, given: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:
@@ -132,11 +138,17 @@ def devices_for(count: int, given: Sequence[jax.Device] | None = None) -> Sequen
     return devices[:count]
 
 
-def dtype_of(config: EngineConfig) -> str:
-    """The dtype of the weights on the devices at hand."""
+def platform_here() -> str:
+    """Of the devices of this process."""
+    platform: str = jax.devices()[0].platform
+    return platform
+
+
+def dtype_of(config: EngineConfig, platform: str | None = None) -> str:
+    """The dtype of the weights on a platform; None: the one at hand."""
     if config.dtype != "auto":
         return config.dtype
-    return "float32" if jax.devices()[0].platform == "cpu" else "bfloat16"
+    return "float32" if (platform or platform_here()) == "cpu" else "bfloat16"
 
 
 def build(
@@ -146,32 +158,47 @@ def build(
     `warm`."""
     instances = []
     loaded: dict[tuple[int, int], list[Weights]] = {}
-    sizes = {size for spec in specs for size in wire_buckets(spec.max_chunk, config.stream_layers > 0)}
-    cuts = {share.layers[0] for spec in specs for share in shares(source.config.num_layers, spec.pp)}
     for spec in specs:
         mine, devices = devices[: spec.devices], devices[spec.devices :]
         meshes = make_meshes(source.config, mine, spec.pp)
         # Files are read once per (pp, tp); other replicas copy from device to device.
         known = loaded.get((spec.pp, spec.devices))
         if known is None:
-            held = shares(source.config.num_layers, spec.pp)
-            pairs = zip(meshes, held, strict=True)
-            weights = [source.load(mesh, dtype_of(config), share=share) for mesh, share in pairs]
+            weights = load(source, meshes, dtype_of(config))
         else:
             weights = [copy_to(stage, mesh) for stage, mesh in zip(known, meshes, strict=True)]
         loaded[spec.pp, spec.devices] = weights
-        instance = Instance(
-            spec,
-            source.config,
-            weights,
-            meshes,
-            stream_layers=config.stream_layers,
-            cuts=sorted(cuts),
-            peer_buckets=sorted(sizes),
-            exchanges=any(spec.role is not Role.MIXED for spec in specs),
-        )
-        instances.append(instance)
+        instances.append(instance_of(spec, specs, source.config, weights, meshes, config.stream_layers))
     return instances
+
+
+def load(source: Source, meshes: Sequence[Mesh], dtype: str) -> list[Weights]:
+    """What each stage of an instance holds, read from the model's files."""
+    held = shares(source.config.num_layers, len(meshes))
+    return [source.load(mesh, dtype, share=share) for mesh, share in zip(meshes, held, strict=True)]
+
+
+def instance_of(
+    spec: InstanceSpec,
+    specs: Sequence[InstanceSpec],
+    model: ModelConfig,
+    weights: Sequence[Weights],
+    meshes: Sequence[Mesh],
+    stream_layers: int,
+) -> Instance:
+    """One of the instances `specs`: which units they exchange follows from all of them."""
+    sizes = {size for other in specs for size in wire_buckets(other.max_chunk, stream_layers > 0)}
+    cuts = {share.layers[0] for other in specs for share in shares(model.num_layers, other.pp)}
+    return Instance(
+        spec,
+        model,
+        weights,
+        meshes,
+        stream_layers=stream_layers,
+        cuts=sorted(cuts),
+        peer_buckets=sorted(sizes),
+        exchanges=any(other.role is not Role.MIXED for other in specs),
+    )
 
 
 def warm(
@@ -233,7 +260,7 @@ class _Pool:
         return self.pp * self.tp
 
 
-def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max_len: int) -> InstanceSpec:
+def _spec(index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_per_token: int) -> InstanceSpec:
     side = "prefill" if pool.role is Role.PREFILL else "decode"
     one = -(-max_len // config.page_size)
     usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
@@ -255,8 +282,7 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, model: ModelConfig, max
         page_size=config.page_size,
         num_pages=pages,
         max_model_len=max_len,
-        # What the KV of a token takes on the devices at hand is known when they are; specs describe CPU or GPU alike.
-        kv_bytes_per_token=kv_bytes_per_token(model, kv_dtype(dtype_of(config), jax.devices()[:1])),
+        kv_bytes_per_token=kv_bytes_per_token,
         chunk_buckets=chunk_buckets(pool.chunk),
         row_buckets=row_buckets(pool.rows),
     )

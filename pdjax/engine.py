@@ -8,22 +8,21 @@ One thread runs the controller: it takes the next event of the cluster, and subm
 
 import dataclasses
 import itertools
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from pdjax import compiles
-from pdjax.build import Progress, Warmup, build, check_meshes, devices_for, scheduler_of, specs_of, transport_of, warm
+from pdjax import mpi
+from pdjax.build import Progress, Warmup, scheduler_of
 from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
 from pdjax.eventlog import EventLog, check_path, header_of
 from pdjax.handle import AsyncDeltas, Delta, Handle, Result
+from pdjax.home import Here, Home
 from pdjax.latency import LatencyModel
-from pdjax.local import LocalCluster
 from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
 from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode
@@ -65,11 +64,8 @@ class Engine:
         if config.event_log:
             check_path(config.event_log)
         self._source = resolve(config.model, max_len=config.max_model_len)
-        check_meshes(config, self._source.config, traits_of(self._scheduler))
-        devices = devices_for(config.devices, devices)
-        self.specs: tuple[InstanceSpec, ...] = specs_of(config, self._source.config, traits_of(self._scheduler))
-        if config.compilation_cache:
-            _use_cache(config.compilation_cache)
+        self._home = self._home_of(devices)
+        self.specs: tuple[InstanceSpec, ...] = self._home.specs
 
         self._ids = itertools.count()
         self._handles: dict[int, Handle] = {}
@@ -83,14 +79,12 @@ class Engine:
         self._warming = threading.Lock()
         self._warmup: Warmup | None = None
 
-        started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
-        instances = build(config, self._source, self.specs, devices)
-        layers = self._source.config.num_layers
-        self._cluster = LocalCluster(instances, transport_of(config, instances), layers, config.verify_kv)
+        started, (_, compiled_s) = time.perf_counter(), self._home.compiled()
+        self._cluster = self._home.open(self._check_open)
         try:
-            models = [LatencyModel()] * len(instances)
+            models = [LatencyModel()] * len(self.specs)
             if config.warmup:
-                models, self._warmup = warm(self._cluster, progress, self._check_open)
+                models, self._warmup = self._home.warm(progress, self._check_open)
             self._controller = self._control(models)
         except BaseException:
             self._closing.set()
@@ -99,10 +93,20 @@ class Engine:
                 self._log.close()
             raise
         self.warmup_s = time.perf_counter() - started
-        self._compiled, after_s = compiles.compiled()
+        self._compiled, after_s = self._home.compiled()
         self.compile_s = after_s - compiled_s
         self._thread = threading.Thread(target=self._loop, name="controller", daemon=True)
         self._thread.start()
+
+    def _home_of(self, devices: Sequence[jax.Device] | None) -> Home:
+        config, traits = self.config, traits_of(self._scheduler)
+        if config.transfer != "device_put" and (head := mpi.current()) is not None:
+            if devices is not None:
+                raise ValueError(f"devices is {devices!r}; allowed: None, when the instances are other ranks")
+            return head.ranks(config, self._source, traits)
+        if config.transfer == "mpi":
+            raise ValueError("transfer is 'mpi'; allowed: in a job that mpirun and pdjax.mpi.run have started")
+        return Here(config, self._source, traits, devices)
 
     def _control(self, models: Sequence[LatencyModel]) -> Controller:
         config = self.config
@@ -128,9 +132,9 @@ class Engine:
             if self._warmup is None:
                 if self._asked:
                     raise RuntimeError("warmup() comes before the first request; this engine has had one")
-                models, self._warmup = warm(self._cluster, progress, self._check_open)
+                models, self._warmup = self._home.warm(progress, self._check_open)
                 self._controller = self._control(models)  # the one before has seen nothing
-                self._compiled, _ = compiles.compiled()
+                self._compiled, _ = self._home.compiled()
             return self._warmup
 
     @property
@@ -139,8 +143,8 @@ class Engine:
 
     @property
     def compiles_while_serving(self) -> int:
-        """Programs compiled in this process since the warm-up; anything but 0 is a bug, or somebody else's JAX."""
-        return compiles.compiled()[0] - self._compiled
+        """Programs compiled since the warm-up, here and on the ranks; not 0 is a bug, or somebody else's JAX."""
+        return self._home.compiled()[0] - self._compiled
 
     @property
     def free_pages(self) -> tuple[int, ...]:
@@ -385,9 +389,3 @@ class Engine:
 
 def _seeded(sampling: SamplingParams, engine_seed: int, number: int) -> SamplingParams:
     return dataclasses.replace(sampling, seed=(engine_seed * 1_000_003 + number) % 2**31)
-
-
-def _use_cache(folder: str) -> None:
-    jax.config.update("jax_compilation_cache_dir", os.path.expanduser(folder))
-    jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.0)
-    jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)

@@ -14,19 +14,25 @@ from typing import Any
 
 import jax
 
+from pdjax.mpi.facts import Facts
+
 PACKAGES = ("jax", "jaxlib", "flax", "numpy", "mpi4py")
 
 
-def collect(flags: Mapping[str, Any], *, devices: Sequence[jax.Device] = ()) -> dict[str, Any]:
+def collect(
+    flags: Mapping[str, Any], *, devices: Sequence[jax.Device] = (), ranks: Sequence[Facts] = ()
+) -> dict[str, Any]:
     """What produced a result. Starts no JAX backend.
 
     Args:
         flags: name to value; "seed" is repeated at the top.
-        devices: those that were used.
+        devices: those of this process that were used.
+        ranks: of an `mpirun` job that was used; rank 0 has no devices.
 
     Returns:
         version and commit of pdjax (None outside a git checkout; "+changes" where files differ from it), python,
-        packages, hardware (cpu, cores that this process may use, memory in bytes, devices by kind), flags, seed.
+        packages, hardware (cpu, cores that this process may use, memory in bytes, devices by kind), flags, seed; ranks,
+        if there are any.
     """
     kinds: dict[str, int] = {}
     for device in devices:
@@ -39,6 +45,7 @@ def collect(flags: Mapping[str, Any], *, devices: Sequence[jax.Device] = ()) -> 
         "hardware": {"cpu": _cpu(), "cores": _cores(), "memory_bytes": _memory(), "devices": kinds},
         "flags": {name: _plain(value) for name, value in flags.items()},
         "seed": flags.get("seed"),
+        **({"ranks": [{"platform": rank.platform, "devices": rank.devices} for rank in ranks]} if ranks else {}),
     }
 
 

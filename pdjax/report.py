@@ -106,7 +106,7 @@ def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Repor
     with open(folder / "requests.jsonl", "w") as file:
         for run, report in runs.items():
             for record in report.records:
-                file.write(json.dumps({"run": run, **request_line(record, report.start_s)}) + "\n")
+                file.write(json.dumps({"run": run, **request_line(record, report.start_s, report.specs)}) + "\n")
     (folder / "timeline.json").write_text(json.dumps(chrome_trace(runs)) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no plots: matplotlib is not installed (pip install pdjax[plot])")
@@ -117,8 +117,11 @@ def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Repor
     plots.timeline(runs, folder / "timeline.png")
 
 
-def request_line(record: RequestRecord, start_s: float) -> dict[str, Any]:
-    """One request as a line of requests.jsonl; seconds count from `start_s`."""
+def request_line(record: RequestRecord, start_s: float, specs: Sequence[InstanceSpec]) -> dict[str, Any]:
+    """One request as a line of requests.jsonl; seconds count from `start_s`. `specs`: of the instances; those that are
+    ranks of a job are named by these too."""
+    used = {"prefill": record.prefill_instance, "decode": record.decode_instance}
+    ranks = {f"{phase}_ranks": list(specs[index].ranks) for phase, index in used.items() if index is not None}
     timeline = {
         name: _since(value, start_s) if name.endswith("_s") and name not in _DURATIONS else value
         for name, value in dataclasses.asdict(record.timeline).items()
@@ -131,8 +134,8 @@ def request_line(record: RequestRecord, start_s: float) -> dict[str, Any]:
         "token_ids": list(record.token_ids),
         "timeline": timeline,
         "placement": {
-            "prefill": record.prefill_instance,
-            "decode": record.decode_instance,
+            **used,
+            **{name: numbers for name, numbers in ranks.items() if numbers},
             "reason": record.reason,
         },
         "preemptions": record.preemptions,

@@ -140,7 +140,7 @@ def test_sampling_outside_its_range_is_refused(field, value, allowed):
 def refused(message, **changes):
     """Refused before a weight is loaded."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=re.escape(message)):
-        patch.setattr("pdjax.engine.build", lambda *arguments: pytest.fail("it went on to load the weights"))
+        patch.setattr("pdjax.home.build", lambda *arguments: pytest.fail("it went on to load the weights"))
         engine(**changes)
 
 

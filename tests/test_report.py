@@ -75,20 +75,20 @@ def test_every_request_of_every_run_has_a_line(folder):
 
 
 def test_a_line_has_tokens_placement_and_reason():
-    line = report.request_line(RUN.records[0], 100.0)
+    line = report.request_line(RUN.records[0], 100.0, RUN.specs)
     assert line["token_ids"] == [0, 1]
     assert line["placement"] == {"prefill": 0, "decode": 1, "reason": "shortest queue"}
 
 
 def test_times_in_a_line_count_from_the_first_arrival():
-    timeline = report.request_line(RUN.records[0], 100.0)["timeline"]
+    timeline = report.request_line(RUN.records[0], 100.0, RUN.specs)["timeline"]
     assert (timeline["arrival_s"], timeline["prefill_start_s"], timeline["token_s"]) == (0.0, 0.25, [1.0, 2.0])
     assert timeline["prefill_end_s"] is None
     assert timeline["transfer_busy_s"] == 0.5  # a duration stays what it is
 
 
 def test_a_request_without_tokens_has_a_line_without_latencies():
-    line = report.request_line(RUN.records[2], 100.0)
+    line = report.request_line(RUN.records[2], 100.0, RUN.specs)
     assert line["state"] == "rejected"
     assert line["ttft_ms"] is line["parts_ms"] is None
 

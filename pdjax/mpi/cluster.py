@@ -1,5 +1,5 @@
 """The cluster whose instances are ranks of an `mpirun` job. Runs on rank 0, which has no device: the controller's
-commands become words to the ranks of an instance, and what these say becomes events (`pdjax.mpi.part` is the other end).
+commands become words to the ranks of an instance, and what these say becomes events. The other end is `pdjax.mpi.part`.
 
 Every rank of an instance is told the same words in the same order, point to point; its leader reports iterations. An
 instance is lost when one of its ranks is: the others are told to leave, and nothing is expected of them.
@@ -41,14 +41,10 @@ class MpiCluster:
     Args:
         line: of rank 0.
         build: what the ranks are to build; its specs have their ranks.
-        check: called now and then while the ranks build; what it raises ends that.
-
-    Raises:
-        ValueError: a rank cannot build its part; the message says which and why.
-        RuntimeError: a rank was lost.
     """
 
-    def __init__(self, line: Line, build: words.Build, check: Callable[[], None]) -> None:
+    def __init__(self, line: Line, build: words.Build) -> None:
+        self._build = build
         self.specs: tuple[InstanceSpec, ...] = build.specs
         self._line = line
         self._instance_of = {rank: spec.index for spec in self.specs for rank in spec.ranks}
@@ -64,7 +60,15 @@ class MpiCluster:
         self._on_progress: Progress | None = None
         line.epoch = build.engine
         line.listen(self._heard)
-        for rank, answer in self._ask(build, check).items():
+
+    def build(self, check: Callable[[], None]) -> None:
+        """Lets the ranks load the weights and make the pages. `check` is called now and then; what it raises ends it.
+
+        Raises:
+            ValueError: a rank cannot build its part; the message says which and why.
+            RuntimeError: a rank was lost.
+        """
+        for rank, answer in self._ask(self._build, check).items():
             if answer.error is not None:
                 raise ValueError(f"rank {rank}: {answer.error}")
 
@@ -131,6 +135,10 @@ class MpiCluster:
             self.post(InstanceLost(index, f"rank {rank} {why}"))
             self._changed.notify_all()
 
+    @property
+    def closed(self) -> bool:
+        return self._closed
+
     def close(self) -> None:
         with self._changed:
             if self._closed:
@@ -154,7 +162,9 @@ class MpiCluster:
         with self._changed:
             self._answers.clear()
             self._line.tell_all(self._instance_of, word)
-            while not self._changed.wait_for(lambda: self._lost or len(self._answers) == len(self._instance_of), _POLL_S):
+            while not self._changed.wait_for(
+                lambda: self._lost or len(self._answers) == len(self._instance_of), _POLL_S
+            ):
                 check()
             if self._lost:
                 raise RuntimeError(f"instances {sorted(self._lost)} are lost; an engine needs all of them to start")
