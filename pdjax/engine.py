@@ -17,6 +17,7 @@ import jax
 from pdjax import mpi
 from pdjax.build import Progress, Warmup, scheduler_of
 from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
+from pdjax.cluster import Cluster
 from pdjax.config import EngineConfig
 from pdjax.controller import Controller
 from pdjax.eventlog import EventLog, check_path, header_of
@@ -136,6 +137,15 @@ class Engine:
                 self._controller = self._control(models)  # the one before has seen nothing
                 self._compiled, _ = self._home.compiled()
             return self._warmup
+
+    @property
+    def cluster(self) -> Cluster:
+        """What executes, for measurements and experiments: whoever submits to it disturbs the controller."""
+        return self._cluster
+
+    def now(self) -> float:
+        """Seconds on the clock of all timelines."""
+        return self._cluster.now()
 
     @property
     def devices(self) -> int:
