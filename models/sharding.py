@@ -75,6 +75,16 @@ def make_meshes(config: ModelConfig, devices: Sequence[Any], pp: int) -> tuple[M
     return tuple(make_mesh(config, devices[stage * tp : (stage + 1) * tp]) for stage in range(pp))
 
 
+def meshes_over_ranks(config: ModelConfig, devices: Sequence[Sequence[Any]], pp: int) -> tuple[Mesh, ...]:
+    """The same for an instance over several ranks; `devices[r]`: those of rank r, as many for each. Every rank has a
+    run of every stage's devices, so that activations go from stage to stage without leaving it."""
+    run = len(devices[0]) // pp
+    return tuple(
+        make_mesh(config, [device for mine in devices for device in mine[stage * run : (stage + 1) * run]])
+        for stage in range(pp)
+    )
+
+
 def padded(size: int, tp: int) -> int:
     """`size` rounded up to a multiple of tp: ffn and vocabulary are zero-padded to it."""
     return -(-size // tp) * tp

@@ -117,6 +117,11 @@ class Instance:
         self._insert_s: dict[tuple[int, int], float] = {}  # (layers, padded tokens) -> seconds
 
     @property
+    def alone(self) -> bool:
+        """Whether one process has all devices: else others run the same programs, and must run as many."""
+        return all(stage.kv_sharding.is_fully_addressable for stage in self._stages)
+
+    @property
     def kv_shardings(self) -> tuple[NamedSharding, ...]:
         """Of the units that hold a layer, by layer."""
         return tuple(self._stage_of[layer].kv_sharding for layer in range(self.config.num_layers))
@@ -213,15 +218,18 @@ class Instance:
                 put = (jax.device_put(a, old.sharding) for a, old in zip(arrays, cache, strict=True))
                 stage.pool[layer] = LayerKV(*put)
 
+    def held_kv(self, pages: Sequence[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(layer, head, KV [2, tokens, H]) of the first `tokens` tokens of a block table, as far as this process holds
+        them. Goes through the host."""
+        for stage in self._stages:
+            yield from stage.held_kv(pages, tokens)
+
     def read_kv(self, pages: Sequence[int], tokens: int) -> np.ndarray:
-        """The first `tokens` tokens of a block table, [L, 2, tokens, K, H]. Goes through the host."""
-        table, layers = list(pages), []
-        for layer, stage in sorted(self._stage_of.items()):
-            cache = stage.pool[layer]
-            k = np.asarray(cache.k)[table].transpose(0, 3, 1, 2)  # [M, P, K, H]
-            v = np.asarray(cache.v)[table].transpose(0, 2, 1, 3)
-            layers.append(np.stack([a.reshape(-1, *a.shape[2:])[:tokens] for a in (k, v)]))
-        return np.stack(layers)
+        """The first `tokens` tokens of a block table, [L, 2, tokens, K, H], of an instance of one process. Goes through
+        the host."""
+        heads = np.stack([kv for _, _, kv in self.held_kv(pages, tokens)])
+        by_layer = heads.reshape(self.config.num_layers, self.config.num_kv_heads, *heads.shape[1:])
+        return by_layer.transpose(0, 2, 3, 1, 4)
 
     # --- inside ---------------------------------------------------------------------------------------------------
 

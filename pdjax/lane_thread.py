@@ -8,7 +8,7 @@ dispatched only after that one's end, and the device would stand still meanwhile
 
 import queue
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol
 
 import numpy as np
@@ -39,8 +39,9 @@ class Executor(Protocol):
         """Predicted seconds of an insert; inf if its program was never measured."""
         ...
 
-    def read_kv(self, pages: tuple[int, ...], tokens: int) -> np.ndarray:
-        """The first `tokens` tokens of a block table, [L, 2, tokens, K, H]; blocks. For `verify_kv` and tests."""
+    def held_kv(self, pages: tuple[int, ...], tokens: int) -> Iterable[tuple[int, int, np.ndarray]]:
+        """(layer, head, KV [2, tokens, H]) of a block table, as far as this process holds it; blocks. For `verify_kv`
+        and tests."""
         ...
 
 

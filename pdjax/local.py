@@ -200,12 +200,12 @@ class LocalCluster:
         command = move.command
         if move.closed:
             return
-        sent = digests(source.instance.read_kv(command.src_pages, command.tokens))
+        sent = digests(source.instance.held_kv(command.src_pages, command.tokens))
 
         def compare(lane: LaneThread) -> None:
             if move.closed:
                 return
-            wrong = difference(sent, digests(lane.instance.read_kv(command.dst_pages, command.tokens)))
+            wrong = difference(sent, digests(lane.instance.held_kv(command.dst_pages, command.tokens)))
             if wrong is None:
                 self._commit(move)
                 return

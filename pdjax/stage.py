@@ -75,10 +75,21 @@ class Stage:
         self._dtype = dtype
 
     def carry(self, array: Any) -> jax.Array:
-        """A copy on every device of this stage. Between meshes of one size `jax.device_put` moves shard by shard: it
-        compiles nothing and does not wait for an array that is still being computed (0.5 ms for its caller while the
-        array took 400 ms, and with 2 devices each 800 ms; jax 0.10.2 on CPU)."""
-        return jax.device_put(array, self._everywhere)
+        """A copy on every device of this stage, of a host array or one that every device of another stage has.
+
+        Between meshes of one size `jax.device_put` moves shard by shard: it compiles nothing and does not wait for an
+        array that is still being computed (0.5 ms for its caller while the array took 400 ms, and with 2 devices each
+        800 ms; jax 0.10.2 on CPU). Onto devices of several processes it would compare what each of them gives, by a
+        program of its own, so there every process moves what it has.
+        """
+        if self._everywhere.is_fully_addressable:
+            return jax.device_put(array, self._everywhere)
+        there = self._everywhere.addressable_devices
+        held = (
+            [shard.data for shard in array.addressable_shards] if isinstance(array, jax.Array) else [array] * len(there)
+        )
+        moved = [jax.device_put(data, device) for data, device in zip(held, there, strict=True)]
+        return jax.make_array_from_single_device_arrays(array.shape, self._everywhere, moved)
 
     def run(
         self, programs: PassPrograms, x: jax.Array, step: Step, emit: Callable[[Layers, jax.Array | None], None]
@@ -120,9 +131,22 @@ class Stage:
     def blank_unit(self, layers: Layers, tokens: int) -> Unit:
         """A unit of `tokens` padded tokens, none of which counts."""
         two, K, H = self._unit_shape
-        shape = (len(layers), two, tokens, K, H)
-        kv = jax.device_put(np.zeros(shape, self._dtype), self.kv_sharding)
+        shape, sharding = (len(layers), two, tokens, K, H), self.kv_sharding
+        zeros = np.zeros(sharding.shard_shape(shape), self._dtype)
+        shards = [jax.device_put(zeros, device) for device in sharding.addressable_devices]
+        kv = jax.make_array_from_single_device_arrays(shape, sharding, shards)
         return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, shape, str(self._dtype)), kv)
+
+    def held_kv(self, pages: Sequence[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
+        """(layer, head, KV [2, tokens, H]) of the first `tokens` tokens of a block table, for every layer of this stage
+        and every head that a device of this process has. Blocks; goes through the host."""
+        table = np.asarray(pages, np.int32)
+        for layer, cache in sorted(self.pool.items()):
+            ks, vs = ({shard.index[1].start or 0: shard.data for shard in array.addressable_shards} for array in cache)
+            for first, k in sorted(ks.items()):
+                own = np.asarray(k)[table].transpose(1, 0, 3, 2), np.asarray(vs[first])[table].transpose(1, 0, 2, 3)
+                for head, kv in enumerate(np.stack(own, axis=1)):  # [2, M, P, H]
+                    yield layer, first + head, kv.reshape(2, -1, kv.shape[-1])[:, :tokens]
 
     def group_sizes(self) -> list[tuple[Layers, Columns, tuple[LayerKV, ...]]]:
         """One group of every size with its leaves and pages: groups of equal size are one program."""

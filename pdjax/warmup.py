@@ -74,7 +74,8 @@ def _seconds(instance: "Instance", load: Load) -> float:
         _called.add(program)
     if (kind, load) not in _measured:
         times: list[float] = []
-        while not times or (times[0] < _SHORT_S and len(times) < 3):
+        # With other processes each must run as many, whatever its clock says.
+        while not times or (len(times) < 3 and (times[0] < _SHORT_S or not instance.alone)):
             began = time.perf_counter()
             instance.rehearse(load).wait()
             times.append(time.perf_counter() - began)

@@ -87,6 +87,10 @@ class FakeExecutor:
     def insert_s(self, unit):
         return self.insert_cost_s
 
+    def held_kv(self, pages, tokens):
+        kv = self.read_kv(pages, tokens)
+        return [(layer, head, kv[layer, :, :, head]) for layer in range(LAYERS) for head in range(kv.shape[3])]
+
     def read_kv(self, pages, tokens):
         own = _kv_of(self.machine.read(pages, tokens))  # what it computed is the same in every layer
         layers = [

@@ -1,27 +1,27 @@
 """Digests of a request's KV, to compare the pages of two instances bit for bit (`EngineConfig.verify_kv`).
 
-Enters: KV as both sides read it back from their pages. Leaves: a text per layer, and what differs. Called by the
-local cluster. A digest is short, so it can be compared where the KV itself cannot be.
+Enters: KV as a side reads it back from its pages, head by head. Leaves: a text for each head of a layer, and what
+differs. Called by the clusters. No two sides cut a head, so ranks can make the digests of what they hold, and a digest
+is short, so it can be compared where the KV itself cannot be.
 """
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping
 
 import numpy as np
 
 
-def digests(kv: np.ndarray) -> tuple[str, ...]:
-    """Of each layer of [layers, 2, T, K, H]: 16 hexadecimal digits over the bytes."""
-    return tuple(hashlib.blake2b(layer.tobytes(), digest_size=8).hexdigest() for layer in kv)
+def digests(heads: Iterable[tuple[int, int, np.ndarray]]) -> dict[tuple[int, int], str]:
+    """Of (layer, head, KV [2, tokens, H]): by (layer, head), 16 hexadecimal digits over the bytes."""
+    return {(layer, head): hashlib.blake2b(kv.tobytes(), digest_size=8).hexdigest() for layer, head, kv in heads}
 
 
-def difference(src: Sequence[str], dst: Sequence[str]) -> str | None:
+def difference(src: Mapping[tuple[int, int], str], dst: Mapping[tuple[int, int], str]) -> str | None:
     """What differs between the digests of both sides; None if nothing does."""
-    if len(src) != len(dst):
-        return f"the source has {len(src)} layers, the destination {len(dst)}"
-    wrong = [layer for layer, (a, b) in enumerate(zip(src, dst, strict=True)) if a != b]
+    wrong = sorted(where for where in src.keys() | dst.keys() if src.get(where) != dst.get(where))
     if not wrong:
         return None
-    first = wrong[0]
-    more = f" ({len(wrong)} layers differ)" if len(wrong) > 1 else ""
-    return f"layer {first} has digest {src[first]} at the source and {dst[first]} at the destination{more}"
+    layer, head = first = wrong[0]
+    more = f" ({len(wrong)} heads of layers differ)" if len(wrong) > 1 else ""
+    sent, got = (side.get(first, "that is missing") for side in (src, dst))
+    return f"layer {layer}, head {head} has digest {sent} at the source and {got} at the destination{more}"

@@ -23,6 +23,7 @@ from pdjax.messages import (
     TransferFailed,
 )
 from pdjax.mpi.words import Compare, Digests, Failed, Inserted, Settle, Stop, Stopped
+from pdjax.transfer.verify import difference
 
 Tell = Callable[[Iterable[int], object], None]
 
@@ -134,18 +135,12 @@ class Moves:
         move.digests[source].update({(layer, head): digest for layer, head, digest in word.heads})
         if move.waits:
             return
-        sent, got = move.digests[True], move.digests[False]
-        wrong = sorted(where for where in sent.keys() | got.keys() if sent.get(where) != got.get(where))
-        if not wrong:
+        wrong = difference(move.digests[True], move.digests[False])
+        if wrong is None:
             self._commit(move)
             return
-        (layer, head), command = wrong[0], move.command
-        self._stop(
-            move,
-            f"verify_kv: request {command.request}, instance {command.src} to {command.dst}: layer {layer}, head "
-            f"{head} has digest {sent.get(wrong[0])} at the source and {got.get(wrong[0])} at the destination "
-            f"({len(wrong)} heads differ)",
-        )
+        command = move.command
+        self._stop(move, f"verify_kv: request {command.request}, instance {command.src} to {command.dst}: {wrong}")
 
     def failed(self, word: Failed) -> None:
         move = self._moves.get(word.key)

@@ -17,7 +17,7 @@ from pdjax.transfer.base import Unit
 from pdjax.transfer.inbox import Inbox
 from pdjax.transfer.outbox import Outbox
 from pdjax.transfer.parcel import Credit, Parcel
-from pdjax.transfer.verify import head_digests
+from pdjax.transfer.verify import digests
 
 CLOSE_S = 5.0
 
@@ -82,7 +82,8 @@ class Part:
             case words.Settle(key):
                 self._close(key)
             case words.Compare(key):
-                self._lane.put(lambda lane: self._compare(lane, key, self._moves[key].command))
+                if (move := self._moves.get(key)) is not None:
+                    self._lane.put(lambda lane: self._compare(lane, move.command))
             case words.Gone(instance):
                 self._line.give_up(instance)
                 self._outbox.gone(instance)
@@ -150,9 +151,11 @@ class Part:
             self._line.tell(0, words.Inserted(command.key, move.nbytes, tuple(move.moved_s)))
         return True
 
-    def _compare(self, lane: LaneThread, key: int, command: StartTransfer) -> None:
+    def _compare(self, lane: LaneThread, command: StartTransfer) -> None:
         pages = command.dst_pages if command.dst == self._index else command.src_pages
-        self._line.tell(0, words.Digests(key, head_digests(lane.instance.held_kv(pages, command.tokens))))
+        held = digests(lane.instance.held_kv(pages, command.tokens))
+        heads = tuple((layer, head, digest) for (layer, head), digest in held.items())
+        self._line.tell(0, words.Digests(command.key, heads))
 
     # --- the lane's owner -------------------------------------------------------------------------------------------
 

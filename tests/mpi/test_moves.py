@@ -155,7 +155,7 @@ def test_equal_digests_commit_and_others_name_the_first_head_that_differs():
             desk.stopped(1, 2, 3, 4)
             (failed,) = desk.events
             assert "layer 0, head 1 has digest h1 at the source and x" in failed.error
-            assert "(2 heads differ)" in failed.error
+            assert "(2 heads of layers differ)" in failed.error
         else:
             assert isinstance(desk.events[0], TransferDone)
 
