@@ -5,6 +5,7 @@ The controller changes it as events come, the decisions as the policy decides; p
 """
 
 import bisect
+import dataclasses
 import heapq
 from collections import deque
 from collections.abc import Sequence
@@ -163,6 +164,15 @@ class Books:
         assert live.place is not None and live.decode_on is not None
         self.instances[live.place.prefill].give_back(live, slot=None)
         self.instances[live.decode_on].join(live, live.first)
+        live.to(State.DECODING)
+
+    def keep(self, live: Live) -> None:
+        """A request whose KV waits where it was computed decodes there: nothing moves."""
+        assert live.place is not None
+        lane = self.instances[live.place.prefill]
+        lane.keep(live)
+        live.place = dataclasses.replace(live.place, decode=live.place.prefill)
+        lane.join(live, live.first)
         live.to(State.DECODING)
 
     # --- out --------------------------------------------------------------------------------------------------------

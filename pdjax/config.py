@@ -1,7 +1,7 @@
 """The one frozen configuration of an engine. Launchers build it from flags; scripts write it by hand."""
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 from pdjax.checks import check_whole, is_number
 from pdjax.messages import Role
@@ -77,7 +77,7 @@ class EngineConfig:
     devices_per_rank: int = 0
     pin: bool = False
     peer_timeout_s: float = 10.0
-    on_failure: str = "recompute"
+    on_failure: Literal["recompute", "fail"] = "recompute"
     verify_kv: bool = False
     stream_layers: int = 3
     transfer_timeout_s: float = 60.0

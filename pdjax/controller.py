@@ -46,7 +46,7 @@ from pdjax.request import Request, State
 from pdjax.schedulers.base import Scheduler, traits_of
 
 STALL_S = 10.0  # after which requests that nothing can move are given up
-MAX_RESTARTS = 3  # lost transfers or instances before a request is given up
+MAX_FAILURES = 3  # lost transfers before a request is given up; lost instances end by themselves
 
 
 class Sink(Protocol):
@@ -70,6 +70,7 @@ class Controller:
         latency: one model per instance.
         sink: takes tokens and records.
         transfer_timeout_s: a transfer older than this is aborted and its request starts over.
+        on_failure: of requests on an instance that is lost: "recompute" them elsewhere, or "fail" them.
         max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
         max_steps: decode steps that one iteration may stand for, if the cluster computes no tokens (a *run*) and the
             policy is steady (`Traits`).
@@ -84,11 +85,13 @@ class Controller:
         transfer_timeout_s: float = 60.0,
         max_queue: int = 0,
         max_steps: int = 1,
+        on_failure: str = "recompute",
     ) -> None:
         self.books = Books(specs, latency, transfer_timeout_s, max_steps if traits_of(scheduler).steady else 1)
         self._scheduler = scheduler
         self._sink = sink
         self._max_queue = max_queue
+        self._on_failure = on_failure
         self._stalled_s: float | None = None  # since when requests are live and nothing is under way
 
     # --- events -----------------------------------------------------------------------------------------------------
@@ -253,15 +256,20 @@ class Controller:
             gone = live.state.terminal or live.state in (State.PREEMPTED, State.RESTARTING)  # `freed` sees to them
             if live.holds or gone or place is None:
                 continue
-            # Also those that have nothing there yet, but are bound to it.
-            if index not in (place.prefill, place.decode if live.decode_on is None else live.decode_on):
+            decode = place.decode if live.decode_on is None else live.decode_on
+            # Also those that have nothing there yet, but are bound to it; a row's KV is on its own instance only.
+            if index not in ((decode,) if live.state is State.DECODING else (place.prefill, decode)):
                 continue
             if live.state is State.WAITING:
                 self.books.instances[place.prefill].dequeue(live)
                 live.place = None
                 self.books.enqueue(live)
+            elif self._on_failure == "fail":
+                live.note = f"instance {index} is lost: {error}"
+                self._end(live, State.FAILED, "error")
             else:
-                self._restart(live, f"instance {index}: {error}")
+                live.restarts += 1
+                self.books.retire(live, State.RESTARTING)
         self.books.freed(freed)
         if not any(lane.alive for lane in self.books.instances):
             self.fail_all(f"instance {index}, the last one, is lost: {error}")
@@ -296,11 +304,13 @@ class Controller:
         return True
 
     def _restart(self, live: Live, why: str) -> None:
-        live.restarts += 1
-        if live.restarts > MAX_RESTARTS:
-            live.note = f"given up after {MAX_RESTARTS} restarts; the last: {why}"
+        """Its transfer was lost: once more from the start, unless that happens again and again."""
+        live.failures += 1
+        if live.failures > MAX_FAILURES:
+            live.note = f"given up after {MAX_FAILURES} restarts; the last: {why}"
             self._end(live, State.FAILED, "error")
         else:
+            live.restarts += 1
             self.books.retire(live, State.RESTARTING)
 
     def _end(self, live: Live, state: State, reason: FinishReason) -> None:

@@ -42,12 +42,14 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
         target = live.place.decode
         if target is None:
             target = scheduler.hand_off(live, books)
-            if target is not None and (target == live.place.prefill or not _living(books, target)):
+            if target is not None and not _living(books, target):
                 raise ValueError(
-                    f"{type(scheduler).__name__}.hand_off is {target!r}; allowed: another living instance, or None"
+                    f"{type(scheduler).__name__}.hand_off is {target!r}; allowed: a living instance, or None"
                 )
         if target is None or not books.instances[target].room_for(live):
             waiting.append(live)
+        elif target == live.place.prefill:
+            books.keep(live)
         else:
             books.instances[target].expect(live)
             books.transfer(live, target, "whole")

@@ -114,7 +114,15 @@ class Engine:
         if self._log is not None:
             self._log.begin(header_of(config, self.specs, models))
         sink = self._log or self
-        return Controller(self.specs, self._scheduler, models, sink, config.transfer_timeout_s, config.max_queue)
+        return Controller(
+            self.specs,
+            self._scheduler,
+            models,
+            sink,
+            config.transfer_timeout_s,
+            config.max_queue,
+            on_failure=config.on_failure,
+        )
 
     def warmup(self, progress: Progress | None = None) -> Warmup:
         """Compiles every program and measures the passes, so that nothing compiles while serving and predictions fit.

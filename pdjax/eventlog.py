@@ -20,7 +20,7 @@ import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from reprlib import repr as short  # a bad value may be as long as its line
-from typing import Any
+from typing import Any, Literal
 
 from pdjax import codec
 from pdjax.checks import is_number
@@ -43,7 +43,7 @@ class Header:
         scheduler: a name of `pdjax.schedulers.SCHEDULERS`, or the class of a user's own policy.
         stream_from: the argument of a named policy.
         specs, latency: one of each per instance.
-        transfer_timeout_s, max_queue, max_steps: as of the controller.
+        transfer_timeout_s, max_queue, max_steps, on_failure: as of the controller.
         version: of this format.
     """
 
@@ -54,6 +54,7 @@ class Header:
     transfer_timeout_s: float
     max_queue: int = 0
     max_steps: int = 1
+    on_failure: Literal["recompute", "fail"] = "recompute"
     version: int = VERSION
 
 
@@ -79,6 +80,7 @@ def header_of(config: EngineConfig, specs: Sequence[InstanceSpec], latency: Sequ
         latency=tuple(latency),
         transfer_timeout_s=config.transfer_timeout_s,
         max_queue=config.max_queue,
+        on_failure=config.on_failure,
     )
 
 

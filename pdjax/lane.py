@@ -20,6 +20,7 @@ from pdjax.latency import LatencyModel
 from pdjax.live import Live
 from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
+from pdjax.request import State
 from pdjax.schedulers.base import Ask
 
 
@@ -103,7 +104,9 @@ class Lane:
         return self._desk.fits(self, ask)
 
     def room_for(self, ask: Ask) -> bool:
-        needed = self.spec.pages_for(ask.context_tokens + 1)
+        assert isinstance(ask, Live)
+        held = len(self.pool.pages(ask.id)) if ask.state is State.MIGRATING else 0
+        needed = self.spec.pages_for(ask.context_tokens + 1) - held
         return self.alive and not self.starved and self.has_slot and self.pool.free >= needed
 
     # --- the queue --------------------------------------------------------------------------------------------------
@@ -136,6 +139,14 @@ class Lane:
         """A row that will join once its KV is here: pages and slot are reserved now."""
         self.reserve(live, live.context_tokens + 1, slot=True)
         self._incoming.add(live.id)
+
+    def keep(self, live: Live) -> None:
+        """A request whose KV waits here decodes here after all; `room_for` it has been asked."""
+        self._cut()
+        more = self.spec.pages_for(live.context_tokens + 1) - len(self._pool.pages(live.id))
+        if self._pool.take(live.id, more) is None:
+            raise RuntimeError(f"instance {self.spec.index} has no page for request {live.id}")
+        live.slot = self._slots.pop()
 
     def give_back(self, live: Live, *, slot: int | None) -> None:
         self.pool.release(live.id)

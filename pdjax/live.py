@@ -21,6 +21,7 @@ class Live:
         slot: its row slot on the decode instance, once reserved.
         first: the token that this attempt's prefill sampled, once on the host.
         transfer: key of its open transfer; `arrived`: a transfer of this attempt is complete.
+        restarts: how often it started over; `failures`: how often since its transfer failed.
         holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
     """
 
@@ -42,6 +43,7 @@ class Live:
     attempt: int = 0
     preemptions: int = 0
     restarts: int = 0
+    failures: int = 0
     note: str = ""
 
     @classmethod

@@ -68,6 +68,7 @@ def replay(log: Log, scheduler: Scheduler | None = None) -> Replayed:
         header.transfer_timeout_s,
         header.max_queue,
         header.max_steps,
+        header.on_failure,
     )
     equal = 0
     for number, entry in enumerate(log.entries):
@@ -114,7 +115,14 @@ def simulate(requests: Sequence[Request], header: Header, scheduler: Scheduler) 
     specs, latency = instances_for(header, traits_of(scheduler))
     sink, cluster = _Sink(), SimulatedCluster(specs, latency)
     controller = Controller(
-        specs, scheduler, latency, sink, header.transfer_timeout_s, header.max_queue, max_steps=RUN_STEPS
+        specs,
+        scheduler,
+        latency,
+        sink,
+        header.transfer_timeout_s,
+        header.max_queue,
+        RUN_STEPS,
+        header.on_failure,
     )
     for request in requests:
         cluster.post(Arrival(request), request.arrival_s)

@@ -91,7 +91,8 @@ class InstanceView(Protocol):
         ...
 
     def room_for(self, ask: Ask) -> bool:
-        """Whether `ask` could be handed to this instance for decoding now: pages and a row slot."""
+        """Whether `ask` could be handed to this instance for decoding now: pages and a row slot. Where its KV waits
+        already, a slot and a page for the next token are enough."""
         ...
 
 
@@ -170,7 +171,8 @@ class Scheduler(Protocol):
         ...
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
-        """Which instance decodes a request whose prompt is computed and whose Place named none; None: not yet."""
+        """Which instance decodes a request whose prompt is computed and whose Place named none, the one that computed
+        it included; None: not yet."""
         ...
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
@@ -226,3 +228,15 @@ def traits_of(scheduler: Scheduler) -> Traits:
 def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:
     """The living instances that have one of the roles."""
     return [view for view in instances if view.alive and view.role in roles]
+
+
+def prefillers(instances: Iterable[InstanceView]) -> list[InstanceView]:
+    """Who takes prompts: the living PREFILL and MIXED instances, or if none is left, all that can."""
+    alive = able(instances, *Role)
+    return able(alive, Role.PREFILL, Role.MIXED) or [view for view in alive if view.spec.max_chunk]
+
+
+def decoders(instances: Iterable[InstanceView]) -> list[InstanceView]:
+    """Who takes rows: the living DECODE and MIXED instances, or if none is left, all that can."""
+    alive = able(instances, *Role)
+    return able(alive, Role.DECODE, Role.MIXED) or [view for view in alive if view.spec.max_rows]

@@ -8,8 +8,18 @@ then it stays on the prefill side, which is the backpressure.
 """
 
 from pdjax.latency import saturating_tokens
-from pdjax.messages import Role
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Traits, Wait, able, take_prompts
+from pdjax.schedulers.base import (
+    Ask,
+    ClusterView,
+    InstanceView,
+    Place,
+    Plan,
+    Traits,
+    Wait,
+    decoders,
+    prefillers,
+    take_prompts,
+)
 
 
 class Disaggregated:
@@ -31,19 +41,20 @@ class Disaggregated:
         self._batch_tokens = batch_tokens
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
-        sources = able(cluster.instances, Role.PREFILL, Role.MIXED)
-        targets = able(cluster.instances, Role.DECODE, Role.MIXED)
+        sources, targets = prefillers(cluster.instances), decoders(cluster.instances)
         if not sources or not targets:
             return Wait("no living instance of a role")
         source = min(sources, key=lambda view: (view.pending_tokens, view.spec.index))
-        reason = f"shortest prefill queue: {source.pending_tokens} tokens"
+        index, reason = source.spec.index, f"shortest prefill queue: {source.pending_tokens} tokens"
+        if index in [view.spec.index for view in targets]:  # the others of a role are lost
+            return Place(index, index, "whole", f"{reason}; it decodes too")
         if self._stream_from is None or ask.context_tokens < self._stream_from:
-            return Place(source.spec.index, None, "whole", f"{reason}; pulled when a decode instance has room")
+            return Place(index, None, "whole", f"{reason}; pulled when a decode instance has room")
         target = least_loaded(targets)
-        return Place(source.spec.index, target.spec.index, "stream", f"{reason}; streamed to the least loaded")
+        return Place(index, target.spec.index, "stream", f"{reason}; streamed to the least loaded")
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
-        targets = [view for view in able(cluster.instances, Role.DECODE, Role.MIXED) if view.room_for(ask)]
+        targets = [view for view in decoders(cluster.instances) if view.room_for(ask)]
         return least_loaded(targets).spec.index if targets else None
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:

@@ -10,9 +10,8 @@ that misses by the smallest factor, and the reason says that the SLO is infeasib
 import dataclasses
 
 from pdjax.latency import Load
-from pdjax.messages import Role
 from pdjax.request import SLO
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Traits, Wait, able
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Traits, Wait, decoders, prefillers
 from pdjax.schedulers.disaggregated import Disaggregated, least_loaded
 
 DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 500.0, 50.0  # for requests that bring no limit of their own
@@ -48,9 +47,10 @@ class Dynamic(Disaggregated):
     traits = Traits(prefill_decodes=False, decode_prefills=True, steady=True)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
-        sources = able(cluster.instances, Role.PREFILL, Role.MIXED)
-        targets = able(cluster.instances, Role.DECODE, Role.MIXED)
-        choices = [local(ask, view) for view in targets]
+        sources, targets = prefillers(cluster.instances), decoders(cluster.instances)
+        choices = [local(ask, view) for view in targets if view.spec.max_chunk]
+        # Where the others of a role are lost, those that are left do both: nothing is gained by moving.
+        sources = [view for view in sources if view not in targets]
         if sources and targets:
             source = min(sources, key=lambda view: (view.pending_tokens, view.spec.index))
             choices.append(remote(ask, source, least_loaded(targets)))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdjax.controller import MAX_RESTARTS, STALL_S
+from pdjax.controller import MAX_FAILURES, STALL_S
 from pdjax.latency import LatencyModel
 from pdjax.messages import (
     Abort,
@@ -276,7 +276,7 @@ def test_a_transfer_that_always_fails_ends_the_request_with_the_reason():
     w.add(ask(0, tokens=10))
     break_transfers(w, 1000)
     record = w.run().records[0]
-    assert record.state is State.FAILED and record.restarts == MAX_RESTARTS + 1
+    assert record.state is State.FAILED and record.restarts == MAX_FAILURES
     assert "the wire broke" in record.reason
 
 
@@ -322,6 +322,50 @@ def test_requests_bound_to_a_lost_instance_that_held_nothing_there_go_elsewhere(
     while w.step():
         pass
     assert {r.id: w.collected.records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
+
+
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("name", ["pull", "stream", "dynamic", "dynamic_stream"])
+def test_who_is_left_takes_over_the_role_of_the_lost(name, lost):
+    w = world(name)
+    requests = crowd(seed=6, count=20)
+    w.add(*requests)
+    for number, instance in enumerate({0} if lost == 0 else range(1, len(w.cluster.specs))):
+        w.cluster.lose(instance, "power", at_s=0.2 + 0.1 * number)
+    records = w.run().records
+    assert {r.id: records[r.id].token_ids for r in requests} == {r.id: fake_tokens(r) for r in requests}
+    left = {view.spec.index for view in w.controller.books.instances if view.alive}
+    late = [record for record in records.values() if record.timeline.arrival_s > 0.5]
+    assert late and all({record.prefill_instance, record.decode_instance} <= left for record in late)
+
+
+def test_rows_of_other_instances_go_on_when_the_one_that_prefilled_them_is_lost():
+    w = world("stream")
+    w.add(ask(0, tokens=60))
+    w.cluster.lose(0, "power", at_s=0.1)
+    record = w.run().records[0]
+    assert record.timeline.decode_start_s < 0.1 < record.timeline.finished_s
+    assert record.restarts == 0 and record.token_ids == fake_tokens(ask(0, tokens=60))
+
+
+def test_kv_that_waits_on_the_last_instance_is_decoded_there():
+    w = World([spec(0, Role.PREFILL), spec(1, Role.DECODE, max_rows=1)], Disaggregated())
+    requests = [ask(0, tokens=60), ask(1, tokens=5)]
+    w.add(*requests)
+    w.cluster.lose(1, "power", at_s=0.1)
+    records = w.run().records
+    assert records[1].restarts == 0 and records[0].restarts == 1
+    assert [records[i].token_ids for i in (0, 1)] == [fake_tokens(request) for request in requests]
+
+
+def test_on_failure_fail_ends_what_was_on_a_lost_instance_and_nothing_else():
+    w = World([spec(0, Role.PREFILL), spec(1, Role.DECODE), spec(2, Role.DECODE)], Disaggregated(), on_failure="fail")
+    w.add(*(ask(i, tokens=60) for i in range(4)), ask(4, at_s=0.5))
+    w.cluster.lose(1, "power", at_s=0.1)
+    records = w.run().records
+    failed = [record for record in records.values() if record.state is State.FAILED]
+    assert len(failed) == 2 and all("instance 1 is lost: power" in record.reason for record in failed)
+    assert records[4].state is State.FINISHED
 
 
 def test_the_loss_of_the_last_instance_fails_what_is_live():

@@ -3,7 +3,7 @@ used."""
 
 import pytest
 
-from pdjax.controller import MAX_RESTARTS, Controller
+from pdjax.controller import MAX_FAILURES, Controller
 from pdjax.latency import LatencyModel
 from pdjax.messages import Abort, Arrival
 from pdjax.request import State
@@ -76,7 +76,7 @@ def test_failed_transfers_cost_restarts_and_no_token(served, name):
 def test_a_wire_that_always_breaks_ends_the_request_with_the_reason(served):
     collected, _ = served("pull", [ask(0, tokens=10)], fail_next=100)
     record = collected.records[0]
-    assert record.state is State.FAILED and record.restarts == MAX_RESTARTS + 1
+    assert record.state is State.FAILED and record.restarts == MAX_FAILURES
     assert "the wire broke" in record.reason
 
 

@@ -10,7 +10,7 @@ import jax
 import numpy as np
 import pytest
 
-from pdjax.controller import MAX_RESTARTS, Controller
+from pdjax.controller import MAX_FAILURES, Controller
 from pdjax.latency import LatencyModel
 from pdjax.messages import Abort, Arrival, Iteration, IterationDone, Join, Role, StartTransfer, TransferDone
 from pdjax.request import SamplingParams, State
@@ -199,7 +199,7 @@ def test_a_transfer_that_always_breaks_ends_its_request_with_the_reason(serving,
 
     s.moving = moving
     records = s.run(requests)
-    assert records[0].state is State.FAILED and records[0].restarts == MAX_RESTARTS + 1
+    assert records[0].state is State.FAILED and records[0].restarts == MAX_FAILURES
     assert f"{kind.__name__}: no road" in records[0].reason
     assert equal(records, requests[1:])
 
