@@ -21,7 +21,9 @@ class Post(Protocol):
     def start(self, heard: Callable[[int, bytes], None], lost: Callable[[int, str], None]) -> None:
         """Begins to listen. Both callbacks run in the post's thread, which they must not keep: `heard` takes each
         message with its sender, in the order in which that sent them; `lost` says once that a rank died, and how that
-        was noticed. What either raises ends the process (`pdjax.mpi.ends.crash`)."""
+        was noticed; nothing is heard from it afterwards. On rank 0 a rank that gives no sign for too long is lost, too:
+        it can still be told so, and what is open with it stays open until it wakes up. What either raises ends the
+        process (`pdjax.mpi.ends.crash`)."""
         ...
 
     def tell(self, rank: int, message: bytes) -> None:
@@ -41,6 +43,7 @@ class Post(Protocol):
         """Changes how many answers are awaited: while there are any, the thread looks often."""
         ...
 
-    def close(self, timeout_s: float) -> None:
-        """Sends what is still to be told, then ends the thread."""
+    def close(self, timeout_s: float) -> bool:
+        """Sends what is still to be told, then ends the thread; later calls are dropped, their `done` says so. Whether
+        nothing was left open and no rank is lost: only then MPI can be finalized (else `pdjax.mpi.ends.leave`)."""
         ...

@@ -165,12 +165,14 @@ class FakePost:
         with self._moves:
             self.awaited += more
 
-    def close(self, timeout_s: float) -> None:
+    def close(self, timeout_s: float) -> bool:
         with self._moves:
             self._ended = True
             self._moves.notify_all()
         if self._thread.is_alive() and self._thread is not threading.current_thread():
             self._thread.join(timeout_s)
+        left = [*self._shipped.values(), *self._fetched.values()]
+        return not (any(left) or self._lost)
 
     def busy(self) -> bool:
         """Whether a callback runs, or one is due that may run."""
@@ -211,10 +213,10 @@ class FakePost:
             self._todo.append(lambda: self._heard(source, message))
 
     def _match(self, source: int, tag: int) -> None:
-        ships, fetches = self._shipped[source, tag], self._fetched[source, tag]
-        if not ships or not fetches:
+        key = source, tag
+        if not self._shipped[key] or not self._fetched[key]:
             return
-        (sent, shipped), (room, fetched) = ships.pop(0), fetches.pop(0)
+        (sent, shipped), (room, fetched) = self._shipped[key].pop(0), self._fetched[key].pop(0)
         error = None
         if sent.nbytes == room.nbytes:
             flat(room)[:] = flat(sent)
