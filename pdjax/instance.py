@@ -117,6 +117,17 @@ class Instance:
         self._insert_s: dict[tuple[int, int], float] = {}  # (layers, padded tokens) -> seconds
 
     @property
+    def kv_dtype(self) -> np.dtype[Any]:
+        """Of pages and units."""
+        return self._stages[0].dtype
+
+    def unit_bytes(self, tokens: int) -> int:
+        """Bytes of the largest unit of so many tokens."""
+        layers = max(len(layers) for stage in self._stages for layers, _, _ in stage.group_sizes())
+        K, H = self.config.num_kv_heads, self.config.head_dim
+        return layers * 2 * tokens * K * H * self.kv_dtype.itemsize
+
+    @property
     def alone(self) -> bool:
         """Whether one process has all devices: else others run the same programs, and must run as many."""
         return all(stage.kv_sharding.is_fully_addressable for stage in self._stages)

@@ -46,6 +46,7 @@ class Stage:
 
     Attributes:
         embedding, head: leaves for the programs of that name; empty where they are not.
+        dtype: of pages and units.
         kv_sharding: of the units that `insert` takes and `extract` gives.
     """
 
@@ -61,7 +62,7 @@ class Stage:
         num_pages: int,
         dtype: np.dtype[Any],
     ):
-        self.share, self.mesh, self.page_size = share, mesh, page_size
+        self.share, self.mesh, self.page_size, self.dtype = share, mesh, page_size, dtype
         self.kv_sharding = NamedSharding(mesh, WIRE_SPEC)
         self._everywhere = NamedSharding(mesh, PartitionSpec())
         self.embedding = embed_leaves(config, weights, mesh.size) if share.first else ()
@@ -72,7 +73,6 @@ class Stage:
         pool = make_pool(config, mesh, num_pages, page_size, dtype, len(share.layers))
         self.pool: dict[int, LayerKV] = dict(zip(share.layers, pool, strict=True))
         self._unit_shape = (2, config.num_kv_heads, config.head_dim)
-        self._dtype = dtype
 
     def carry(self, array: Any) -> jax.Array:
         """A copy on every device of this stage, of a host array or one that every device of another stage has.
@@ -132,10 +132,10 @@ class Stage:
         """A unit of `tokens` padded tokens, none of which counts."""
         two, K, H = self._unit_shape
         shape, sharding = (len(layers), two, tokens, K, H), self.kv_sharding
-        zeros = np.zeros(sharding.shard_shape(shape), self._dtype)
+        zeros = np.zeros(sharding.shard_shape(shape), self.dtype)
         shards = [jax.device_put(zeros, device) for device in sharding.addressable_devices]
         kv = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, shape, str(self._dtype)), kv)
+        return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, shape, str(self.dtype)), kv)
 
     def held_kv(self, pages: Sequence[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """(layer, head, KV [2, tokens, H]) of the first `tokens` tokens of a block table, for every layer of this stage

@@ -10,4 +10,5 @@ Importing this package starts no MPI.
 """
 
 from pdjax.mpi.job import current as current
+from pdjax.mpi.job import launched as launched
 from pdjax.mpi.job import run as run

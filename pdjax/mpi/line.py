@@ -90,9 +90,9 @@ class Line:
         """See `Post.expect`."""
         self._post.expect(more)
 
-    def close(self, timeout_s: float) -> None:
-        """Says what is still to be said, and ends the post's thread."""
-        self._post.close(timeout_s)
+    def close(self, timeout_s: float) -> bool:
+        """Says what is still to be said, and ends the post's thread; see `Post.close`."""
+        return self._post.close(timeout_s)
 
     def _message(self, word: Any) -> bytes:
         return b"%d %s" % (self.epoch, json.dumps(encode_tagged(word), separators=(",", ":")).encode())

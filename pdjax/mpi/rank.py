@@ -1,23 +1,29 @@
-"""The life of a rank that is an instance, or a part of one. Enters: a job that has started. Leaves: the exit status that
-rank 0 says at the end. Called by `pdjax.mpi.job`.
+"""The life of a rank that is an instance, or a part of one. Enters: a job that has started. Leaves: the exit status
+that rank 0 says at the end. Called by `pdjax.mpi.job`.
 
 The main thread builds, warms up and closes, one engine after the other; all else happens in the threads of the post,
 the lane and the transfers (`pdjax.mpi.part`).
 """
 
-import functools
 import logging
 import queue
+import time
+from collections.abc import Sequence
 from typing import Any
+
+import jax
 
 from pdjax import compiles
 from pdjax.build import instance_of, load
 from pdjax.config import EngineConfig
 from pdjax.home import use_cache
 from pdjax.instance import Instance
-from pdjax.latency import LatencyModel, fit
-from pdjax.models.sharding import split
-from pdjax.models.source import Source, resolve
+from pdjax.latency import fit
+from pdjax.messages import InstanceSpec
+from pdjax.models.buckets import wire_buckets
+from pdjax.models.config import ModelConfig
+from pdjax.models.sharding import meshes_over_ranks, split
+from pdjax.models.source import resolve
 from pdjax.mpi import ends, words
 from pdjax.mpi.job import Job
 from pdjax.mpi.line import Line
@@ -27,12 +33,12 @@ from pdjax.transfer.outbox import Outbox
 from pdjax.transfer.parcel import Side
 
 CLOSE_S = 5.0
-_OURS = words.Build | words.Warm | words.EndEngine | words.Goodbye
+_PROGRESS_S = 0.1  # between two reports of a warm-up
 _log = logging.getLogger("pdjax")
 
 
-def serve(job: Job, config: EngineConfig) -> int:
-    """Serves until rank 0 says goodbye; returns its status."""
+def serve(job: Job, config: EngineConfig) -> tuple[int, bool]:
+    """Serves until rank 0 says goodbye; returns its status, and whether MPI can be finalized."""
     return _Rank(job, config).serve()
 
 
@@ -40,14 +46,17 @@ class _Rank:
     def __init__(self, job: Job, config: EngineConfig) -> None:
         self._source = resolve(config.model, max_len=config.max_model_len)
         self._todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._instance: Instance | None = None
         self._part: Part | None = None
+        self._survives = job.survives
         self._index = job.layout.instance_of(job.post.rank)
         self._line = Line(job.post, job.layout, job.offset_s, self._heard, self._lost)
 
-    def serve(self) -> int:
+    def serve(self) -> tuple[int, bool]:
         while True:
             match self._todo.get():
                 case words.Build() as build:
+                    self._line.epoch = build.engine
                     self._line.tell(0, words.Built(self._build(build)))
                 case words.Warm():
                     self._warm()
@@ -56,8 +65,53 @@ class _Rank:
                     self._line.tell(0, words.Ended())
                 case words.Goodbye(status):
                     self._close()
-                    self._line.close(CLOSE_S)
-                    return status
+                    return status, self._line.close(CLOSE_S)
+
+    def _build(self, build: words.Build) -> str | None:
+        """Makes this rank's part; returns why it cannot."""
+        model, spec = self._source.config, build.specs[self._index]
+        use_cache(build.compilation_cache)
+        try:
+            meshes = meshes_over_ranks(model, _devices(spec), spec.pp)
+            weights = load(self._source, meshes, build.dtype)
+            self._instance = instance = instance_of(spec, build.specs, model, weights, meshes, build.stream_layers)
+        except ValueError as error:
+            return str(error)
+        sides, K = [side_of(model, other) for other in build.specs], model.num_kv_heads
+        longest = max(wire_buckets(max(other.max_chunk for other in build.specs)))
+        head_bytes = instance.unit_bytes(longest) // K
+        outbox = Outbox(self._line, sides, self._index, K, head_bytes, build.transfer_timeout_s)
+        shardings, dtype = instance.kv_shardings, str(instance.kv_dtype)
+        inbox = Inbox(self._line, sides, self._index, shardings, K, model.head_dim, dtype, head_bytes)
+        self._part = Part(self._line, instance, outbox, inbox, model.num_layers, ends.crash)
+        return None
+
+    def _warm(self) -> None:
+        """In the lane's thread, like all that touches the instance."""
+        instance, part = self._instance, self._part
+        assert instance is not None and part is not None, "Build comes before Warm"
+        told_s = 0.0
+
+        def tell(done: int, total: int, what: str) -> None:
+            nonlocal told_s
+            if done == total or time.monotonic() - told_s > _PROGRESS_S:
+                told_s = time.monotonic()
+                self._line.tell(0, words.Progress(done, total, what))
+
+        def work() -> None:
+            _, before_s = compiles.compiled()
+            latency = fit(instance.spec, instance.warmup(tell))
+            label = f"{instance.spec.role.value} instance {instance.spec.index}"
+            programs = tuple(f"{label}: {name}" for name, _, _ in instance.programs())
+            part.warmed()
+            self._line.tell(0, words.Warmed(latency, programs, compiles.compiled()[1] - before_s))
+
+        part.on_lane(lambda _: work())
+
+    def _close(self) -> None:
+        if self._part is not None:
+            self._part.close()
+        self._part = self._instance = None
 
     def _heard(self, rank: int, word: Any) -> None:
         """In the post's thread."""
@@ -68,6 +122,8 @@ class _Rank:
             case words.Build() | words.Warm() | words.EndEngine() | words.Goodbye():
                 self._todo.put(word)
             case _ if self._part is not None:
+                if self._survives:
+                    ends.end_alone()  # the start is over
                 self._part.heard(rank, word)
             case _:
                 raise RuntimeError(f"rank {rank} says {word} before there is an engine")
@@ -77,3 +133,17 @@ class _Rank:
         if rank == 0:
             _log.error("rank %d leaves: rank 0 %s", self._line.rank, why)
             ends.leave(1)
+
+
+def side_of(model: ModelConfig, spec: InstanceSpec) -> Side:
+    """How an instance cuts its kv heads."""
+    parts = split(model, spec.devices // spec.pp)
+    return Side(parts.kv, parts.rep, spec.ranks)
+
+
+def _devices(spec: InstanceSpec) -> Sequence[Sequence[jax.Device]]:
+    """Those of an instance, rank by rank: the first of every process, as many as it needs."""
+    each = spec.devices // len(spec.ranks)
+    if len(spec.ranks) == 1:
+        return [jax.local_devices()[:each]]
+    return [[d for d in jax.devices() if d.process_index == process][:each] for process in range(len(spec.ranks))]

@@ -58,7 +58,9 @@ def run(served, *arguments):
             make_engine=lambda config, progress: contextlib.nullcontext(served),
         )
     (made,) = reports.values()
-    return json.loads(json.dumps(entries[0])), [report.request_line(record, made.start_s, made.specs) for record in made.records]
+    return json.loads(json.dumps(entries[0])), [
+        report.request_line(record, made.start_s, made.specs) for record in made.records
+    ]
 
 
 @pytest.mark.slow
