@@ -1,4 +1,4 @@
-"""Tells two models apart without reading all of them. Enters: a `Source`. Leaves: a text. Called by `pdjax.mpi.facts`."""
+"""Tells two models apart without reading all of them. Enters: a `Source`. Leaves: a text. For `pdjax.mpi.facts`."""
 
 import contextlib
 import hashlib

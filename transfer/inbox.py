@@ -10,6 +10,7 @@ import dataclasses
 import logging
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import jax
@@ -39,24 +40,31 @@ class _Assembly:
 
 
 @dataclasses.dataclass(slots=True, eq=False)
+class _Coming:
+    """A parcel whose bytes are on their way, or here."""
+
+    rank: int
+    parcel: Parcel
+    slot: np.ndarray
+    spare: bool  # the slot is none of the ring's
+    here: bool = False
+    at_s: float = 0.0
+    error: Exception | None = None
+
+
+@dataclasses.dataclass(slots=True, eq=False)
 class _Transfer:
+    """`early`: what came before this rank was told of it, in order."""
+
     key: int
     src: int
     tokens: int
     deliver: Callable[[Unit], None]
     failed: Callable[[str], None]
+    early: list[_Coming]
     units: dict[tuple[int, int], _Assembly] = dataclasses.field(default_factory=dict)  # (layer, start)
     filled: dict[int, int] = dataclasses.field(default_factory=dict)  # layer -> tokens delivered
     closed: bool = False
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class _Arrived:
-    rank: int
-    parcel: Parcel
-    slot: np.ndarray
-    at_s: float
-    error: Exception | None
 
 
 class Inbox:
@@ -90,8 +98,10 @@ class Inbox:
         self._transfers: dict[int, _Transfer] = {}
         self._newest = 0  # key of a transfer that was opened; keys grow
         self._rings: dict[int, Ring] = {}  # by source rank
-        self._early: list[_Arrived] = []  # of transfers that this rank has not been told of yet
-        self._arrived: queue.SimpleQueue[_Arrived | None] = queue.SimpleQueue()
+        self._early: dict[int, list[_Coming]] = {}  # by key; of transfers that this rank has not been told of yet
+        # By source rank, in the order in which they were said: bytes may be complete in another.
+        self._coming: dict[int, deque[_Coming]] = {rank: deque() for rank in self._instance_of}
+        self._news: queue.SimpleQueue[_Transfer | deque[_Coming] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="inbox", daemon=True)
         self._thread.start()
 
@@ -104,28 +114,32 @@ class Inbox:
     ) -> None:
         """From now on `deliver` takes the units of a transfer; `failed` says why no more come. Keys must grow."""
         with self._lock:
-            self._transfers[key] = _Transfer(key, src, tokens, deliver, failed)
+            transfer = _Transfer(key, src, tokens, deliver, failed, self._early.pop(key, []))
+            self._transfers[key] = transfer
             self._newest = max(self._newest, key)
             for share in self._plan(src):
                 if share.src_rank not in self._rings:
                     widest = max(other.stop - other.start for other in self._plan(src))
                     self._rings[share.src_rank] = Ring(SLOTS, widest * self._head_bytes)
                     self._carrier.tell(share.src_rank, Credit(SLOTS))
-            early, self._early = self._early, []
-        for arrived in early:
-            self._arrived.put(arrived)
+        self._news.put(transfer)
 
     def parcel(self, rank: int, parcel: Parcel) -> None:
         """A source rank says what it sends: its bytes are received into a slot."""
         with self._lock:
             ring = self._rings.get(rank)
-            if ring is None or not ring.free or parcel.nbytes > ring.nbytes:
-                room = "no ring" if ring is None else f"{ring.free} slots of {ring.nbytes} bytes"
-                raise RuntimeError(f"rank {rank} sends a parcel of {parcel.nbytes} bytes; here is {room} for it")
-            slot = ring.take()
+            fits = ring is not None and ring.free > 0 and parcel.nbytes <= ring.nbytes
+            slot = ring.take() if ring is not None and fits else np.empty(parcel.nbytes, np.uint8)
+            coming = _Coming(rank, parcel, slot, not fits)
+            line = self._coming[rank]
+            line.append(coming)
 
         def done(error: Exception | None) -> None:
-            self._arrived.put(_Arrived(rank, parcel, slot, self._carrier.now(), error))
+            coming.at_s, coming.here = self._carrier.now(), True
+            coming.error = error
+            if error is None and not fits:
+                coming.error = ValueError(f"rank {rank} sent {parcel.nbytes} bytes without credit for as many")
+            self._news.put(line)
 
         self._carrier.fetch(rank, parcel.tag, slot[: parcel.nbytes], done)
 
@@ -141,38 +155,62 @@ class Inbox:
         with self._lock:
             for rank in self._sides[instance].ranks:
                 self._rings.pop(rank, None)
-            self._early = [arrived for arrived in self._early if self._instance_of[arrived.rank] != instance]
 
     def end(self) -> None:
         """Ends the thread, within 5 s."""
-        self._arrived.put(None)
+        self._news.put(None)
         self._thread.join(CLOSE_S)
 
     # --- the inbox's thread -----------------------------------------------------------------------------------------
 
     def _work(self) -> None:
-        while (arrived := self._arrived.get()) is not None:
-            key = arrived.parcel.unit.key
-            with self._lock:
-                transfer = self._transfers.get(key)
-                if transfer is None and key > self._newest:
-                    self._early.append(arrived)
-                    continue
-            if transfer is not None and not transfer.closed:
-                try:
-                    self._take(transfer, arrived)
-                except Exception as error:  # of one transfer; the thread has others to serve
-                    _log.debug("transfer %d", key, exc_info=True)
-                    self.close(key)
-                    transfer.failed(f"{type(error).__name__}: {error}")
-            with self._lock:
-                ring = self._rings.get(arrived.rank)
-                if ring is None:
-                    continue
-                ring.give(arrived.slot)
-            self._carrier.tell(arrived.rank, Credit(1))
+        while (news := self._news.get()) is not None:
+            if isinstance(news, _Transfer):
+                self._catch_up(news)
+                continue
+            while news and news[0].here:
+                self._sort(news.popleft())
 
-    def _take(self, transfer: _Transfer, arrived: _Arrived) -> None:
+    def _sort(self, coming: _Coming) -> None:
+        """A parcel is here: to its transfer, or away."""
+        key = coming.parcel.unit.key
+        with self._lock:
+            transfer = self._transfers.get(key)
+            if transfer is None and key > self._newest:
+                self._early.setdefault(key, []).append(coming)
+                return
+        if transfer is not None:
+            self._catch_up(transfer)
+            self._use(transfer, coming)
+        self._free(coming)
+
+    def _catch_up(self, transfer: _Transfer) -> None:
+        early, transfer.early = transfer.early, []
+        for coming in early:
+            self._use(transfer, coming)
+            self._free(coming)
+
+    def _use(self, transfer: _Transfer, coming: _Coming) -> None:
+        if transfer.closed:
+            return
+        try:
+            self._take(transfer, coming)
+        except Exception as error:  # of one transfer; the thread has others to serve
+            _log.debug("transfer %d", transfer.key, exc_info=True)
+            if not transfer.closed:
+                self.close(transfer.key)
+                transfer.failed(f"{type(error).__name__}: {error}")
+
+    def _free(self, coming: _Coming) -> None:
+        """Its slot may be used again."""
+        with self._lock:
+            ring = self._rings.get(coming.rank)
+            if ring is None or coming.spare:
+                return
+            ring.give(coming.slot)
+        self._carrier.tell(coming.rank, Credit(1))
+
+    def _take(self, transfer: _Transfer, arrived: _Coming) -> None:
         if isinstance(arrived.error, ConnectionError):
             return  # its rank is dead, of which rank 0 tells
         if arrived.error is not None:

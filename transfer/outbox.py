@@ -12,6 +12,7 @@ import itertools
 import logging
 import queue
 import threading
+import time
 from collections.abc import Callable, Sequence
 
 import jax
@@ -46,27 +47,33 @@ class Outbox:
         kv_heads: K.
         head_bytes: most bytes of one head of a unit.
         timeout_s: a unit that waits longer for room at its destination fails its transfer.
+        first_tag: of the parcels; no other outbox of the job on this rank had those from there on.
     """
 
     def __init__(
-        self, carrier: Carrier, sides: Sequence[Side], index: int, kv_heads: int, head_bytes: int, timeout_s: float
+        self,
+        carrier: Carrier,
+        sides: Sequence[Side],
+        index: int,
+        kv_heads: int,
+        head_bytes: int,
+        timeout_s: float,
+        first_tag: int = 0,
     ) -> None:
         self._carrier, self._sides, self._index, self._kv_heads = carrier, sides, index, kv_heads
         self._head_bytes, self._timeout_s = head_bytes, timeout_s
         self._lock = threading.Lock()  # of the two tables
         self._transfers: dict[int, _Transfer] = {}
         self._roads: dict[int, _Road] = {}  # by destination instance
-        self._tags = itertools.count()
+        self._instance_of = {rank: number for number, side in enumerate(sides) for rank in side.ranks}
+        self._lost: set[int] = set()  # instances
+        self._tags = itertools.count(first_tag)
 
     def open(self, key: int, dst: int, failed: Callable[[str], None]) -> None:
         """From now on units of this transfer go to an instance; `failed` says why they do not any more."""
         with self._lock:
-            road = self._roads.get(dst)
-            if road is None:
-                plan = shares(self._kv_heads, self._sides[self._index], self._sides[dst])
-                mine = [share for share in plan if share.src_rank == self._carrier.rank]
-                road = self._roads[dst] = _Road(self._carrier, mine, self._head_bytes, self._timeout_s, self._tags, dst)
-            self._transfers[key] = _Transfer(key, failed, road)
+            if (road := self._road(dst)) is not None:
+                self._transfers[key] = _Transfer(key, failed, road)
 
     def send(self, unit: Unit) -> None:
         """Offers a unit; one of an ended transfer is dropped."""
@@ -76,10 +83,10 @@ class Outbox:
             transfer.road.units.put((transfer, unit))
 
     def credit(self, rank: int, word: Credit) -> None:
-        """A destination rank has room for more parcels."""
+        """A destination rank has room for more parcels; it may say so before this rank is told of a transfer to it."""
         with self._lock:
-            roads = list(self._roads.values())
-        for road in roads:
+            road = self._road(self._instance_of[rank])
+        if road is not None:
             road.credit(rank, word.parcels)
 
     def close(self, key: int) -> None:
@@ -93,6 +100,7 @@ class Outbox:
     def gone(self, instance: int) -> None:
         """An instance is lost: nothing is sent to it any more."""
         with self._lock:
+            self._lost.add(instance)
             road = self._roads.pop(instance, None)
             self._transfers = {key: one for key, one in self._transfers.items() if one.road is not road}
         if road is not None:
@@ -104,8 +112,19 @@ class Outbox:
             roads, self._roads, self._transfers = list(self._roads.values()), {}, {}
         for road in roads:
             road.end()
+        deadline = time.monotonic() + CLOSE_S
         for road in roads:
-            road.thread.join(CLOSE_S)
+            road.thread.join(max(0.0, deadline - time.monotonic()))
+
+    def _road(self, dst: int) -> "_Road | None":
+        """To an instance, made when first needed; None if it is lost. Under the lock."""
+        if dst in self._lost:
+            return None
+        if dst not in self._roads:
+            plan = shares(self._kv_heads, self._sides[self._index], self._sides[dst])
+            mine = [share for share in plan if share.src_rank == self._carrier.rank]
+            self._roads[dst] = _Road(self._carrier, mine, self._head_bytes, self._timeout_s, self._tags, dst)
+        return self._roads[dst]
 
 
 class _Road:

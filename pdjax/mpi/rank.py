@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import jax
+import numpy as np
 
 from pdjax import compiles
 from pdjax.build import instance_of, load
@@ -30,7 +31,7 @@ from pdjax.mpi.line import Line
 from pdjax.mpi.part import Part
 from pdjax.transfer.inbox import Inbox
 from pdjax.transfer.outbox import Outbox
-from pdjax.transfer.parcel import Side
+from pdjax.transfer.parcel import Credit, Parcel, Side
 
 CLOSE_S = 5.0
 _PROGRESS_S = 0.1  # between two reports of a warm-up
@@ -80,7 +81,7 @@ class _Rank:
         sides, K = [side_of(model, other) for other in build.specs], model.num_kv_heads
         longest = max(wire_buckets(max(other.max_chunk for other in build.specs)))
         head_bytes = instance.unit_bytes(longest) // K
-        outbox = Outbox(self._line, sides, self._index, K, head_bytes, build.transfer_timeout_s)
+        outbox = Outbox(self._line, sides, self._index, K, head_bytes, build.transfer_timeout_s, build.engine << 24)
         shardings, dtype = instance.kv_shardings, str(instance.kv_dtype)
         inbox = Inbox(self._line, sides, self._index, shardings, K, model.head_dim, dtype, head_bytes)
         self._part = Part(self._line, instance, outbox, inbox, model.num_layers, ends.crash)
@@ -125,6 +126,10 @@ class _Rank:
                 if self._survives:
                     ends.end_alone()  # the start is over
                 self._part.heard(rank, word)
+            case Parcel():  # of an engine that has just been closed: its bytes are received, and nobody wants them
+                self._line.fetch(rank, word.tag, np.empty(word.nbytes, np.uint8), lambda error: None)
+            case Credit():
+                pass  # likewise
             case _:
                 raise RuntimeError(f"rank {rank} says {word} before there is an engine")
 
