@@ -10,7 +10,6 @@ import dataclasses
 import functools
 import logging
 import os
-import queue
 import threading
 import time
 from collections.abc import Callable
@@ -82,7 +81,9 @@ class MpiPost:
         self._tags = int(data.Get_attr(MPI.TAG_UB)) + 1
         self._proc_failed = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING}
         self._status = MPI.Status()
-        self._todo: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        # Not a SimpleQueue: its `get` with a timeout of microseconds may wait for ever (seen in Python 3.11.7).
+        self._todo: collections.deque[Callable[[], None]] = collections.deque()
+        self._bell = threading.Event()
         self._thread = threading.Thread(target=self._run, name="post", daemon=True)
         self._closing, self._gate = False, threading.Lock()  # nothing is put after the thread has looked last
         # Of the thread alone:
@@ -150,7 +151,8 @@ class MpiPost:
     def _put(self, call: Callable[[], None]) -> bool:
         with self._gate:
             if not self._closing:
-                self._todo.put(call)
+                self._todo.append(call)
+                self._bell.set()
             return not self._closing
 
     # --- the post's thread --------------------------------------------------------------------------------------------
@@ -173,33 +175,32 @@ class MpiPost:
             nap = nap_s(now - moved_s, bool(self._open or self._is_arriving()), self._awaited > 0)
             if nap == 0.0:
                 os.sched_yield()
-                continue
-            try:
-                call = self._todo.get(timeout=nap)
-            except queue.Empty:
-                continue
-            call()
-            moved_s = time.monotonic()
+            elif self._bell.wait(nap):
+                moved_s = time.monotonic()
 
     def _round(self) -> bool:
         """One look at everything. Whether anything has happened."""
-        moved = False
-        while not self._todo.empty():
-            self._todo.get()()
-            moved = True
+        self._bell.clear()
+        moved = self._do()
         return self._listen() | self._deliver() | self._test() | moved
+
+    def _do(self) -> bool:
+        """What other threads have asked for. Whether there was anything."""
+        asked = bool(self._todo)
+        while self._todo:
+            self._todo.popleft()()
+        return asked
 
     def _over(self) -> bool:
         """Whether all is sent and received after `close`, or its time is over; then nothing is taken any more."""
         if self._end_s is None:
             return False
         with self._gate:
-            waits = not self._todo.empty() or any(item.rank not in self._lost for item in self._open)
+            waits = self._todo or any(item.rank not in self._lost for item in self._open)
             if waits and time.monotonic() < self._end_s:
                 return False
             self._closing = True
-        while not self._todo.empty():
-            self._todo.get()()
+        self._do()
         for item in self._open:
             self._finish(item, ConnectionError("the post was closed"))
         return True
@@ -311,10 +312,7 @@ class MpiPost:
             self._say(rank, _PING, b"")
 
     def _census(self) -> bool:
-        """A rank died: which? Whether there are new ones. What they said before is heard before they are lost.
-
-        Only called when MPI reports it: asking 20 times a second makes messages get stuck (Open MPI 5.0.11).
-        """
+        """A rank died: which? Whether there are new ones. What they said before is heard before they are lost."""
         if not self._survives:
             return False  # the launcher ends this process, too
         failed = self._control.Get_failed()
