@@ -254,7 +254,7 @@ class MpiPost:
             return False
         items, self._open = self._open, []
         for item in items:
-            error = None
+            error: Exception | None = None
             try:
                 if not item.request.Test(self._status):
                     self._open.append(item)
