@@ -5,6 +5,7 @@ traceback otherwise.
 """
 
 import sys
+import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
@@ -13,6 +14,8 @@ from absl import app, flags, logging
 from pdjax import mpi
 from pdjax.config import EngineConfig
 from pdjax.mpi.facts import Facts
+
+GRACE_S = 2.0  # mpirun ends the job when the first rank ends with a status that is not 0
 
 
 def run(main: Callable[[list[str]], Any]) -> None:
@@ -64,5 +67,8 @@ def _guarded(main: Callable[[list[str]], Any], argv: list[str]) -> None:
 
 
 def _stop(error: object) -> NoReturn:
+    if mpi.rank_here():  # all ranks of a job find the same mistake: rank 0 tells, and must come to that
+        time.sleep(GRACE_S)
+        sys.exit(2)
     print("error:", " ".join(str(error).split()), file=sys.stderr)
     sys.exit(2)

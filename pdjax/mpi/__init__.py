@@ -11,4 +11,5 @@ Importing this package starts no MPI.
 
 from pdjax.mpi.job import current as current
 from pdjax.mpi.job import launched as launched
+from pdjax.mpi.job import rank_here as rank_here
 from pdjax.mpi.job import run as run

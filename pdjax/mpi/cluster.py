@@ -54,6 +54,7 @@ class MpiCluster:
         self._in_flight: Counter[int] = Counter()  # instance -> iterations
         self._lost: set[int] = set()
         self._closed = False
+        self.late: list[int] = []  # ranks that did not end their part within CLOSE_S
         self._answers: dict[int, Any] = {}  # rank -> Built, Warmed or Ended
         self._progress: dict[int, words.Progress] = {}
         self._compiled: dict[int, int] = {}
@@ -149,8 +150,9 @@ class MpiCluster:
             self._line.expect(-sum(self._in_flight.values()))
             self._line.tell_all(alive, words.EndEngine())
             self._changed.wait_for(lambda: self._answers.keys() >= set(self._alive()), CLOSE_S)
-            if late := sorted(set(self._alive()) - self._answers.keys()):
-                _log.warning("ranks %s still wait for their devices", late)
+            self.late = sorted(set(self._alive()) - self._answers.keys())
+            if self.late:
+                _log.warning("ranks %s do not answer at the end of their engine", self.late)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

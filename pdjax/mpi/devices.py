@@ -48,7 +48,7 @@ def join_ranks(communicator: Any, one_host: bool) -> None:
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
     address = None
     if communicator.rank == 0:
-        host = "127.0.0.1" if one_host else socket.gethostbyname(socket.gethostname())
+        host = "127.0.0.1" if one_host else _address()
         with socket.socket() as free:
             free.bind((host, 0))
             address = f"{host}:{free.getsockname()[1]}"
@@ -56,9 +56,27 @@ def join_ranks(communicator: Any, one_host: bool) -> None:
     jax.distributed.initialize(address, communicator.size, communicator.rank, initialization_timeout=60)
 
 
-def has() -> tuple[str, int]:
-    """(platform, devices) of this process; starts JAX's backend, together with the other ranks of the instance."""
+def platform() -> str:
+    """Of this process's devices; starts JAX's backend, together with the other ranks of the instance."""
     import jax
 
-    devices = jax.local_devices()
-    return devices[0].platform, len(devices)
+    name: str = jax.local_devices()[0].platform
+    return name
+
+
+def count() -> int:
+    """Devices of this process."""
+    import jax
+
+    return len(jax.local_devices())
+
+
+def _address() -> str:
+    """Of this host, as others reach it: that of the interface that leads away from it."""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        try:
+            probe.connect(("192.0.2.1", 9))  # sends nothing; an address that is nobody's (RFC 5737)
+            away: str = probe.getsockname()[0]
+            return away
+        except OSError:  # no way out of here: what the other ranks use is a network of their own
+            return socket.gethostbyname(socket.gethostname())

@@ -68,6 +68,9 @@ def collect(rank: int, config: EngineConfig) -> Facts:
 
 def disagreement(all_facts: tuple[Facts, ...]) -> str | None:
     """Why these ranks cannot work together, in a line; None if they can."""
+    errors = {facts.error for facts in all_facts}
+    if len(errors) == 1 and None not in errors:
+        return all_facts[0].error  # of the configuration that all have
     for facts in all_facts:
         if facts.error is not None:
             return f"rank {facts.rank} on {facts.host}: {facts.error}"

@@ -75,18 +75,20 @@ class Head:
             raise RuntimeError(f"ranks are lost: {self.lost}; an engine needs all of them to start")
 
     def goodbye(self, status: int, timeout_s: float) -> bool:
-        """Tells every rank to end, and ends the post's thread. Ranks of this host that were only silent are killed, or
-        mpirun would wait for them. Whether all went well, so that MPI can be finalized."""
+        """Tells every rank to end, and ends the post's thread. Ranks of this host that are silent are killed, or mpirun
+        would wait for them. Whether all went well, so that MPI can be finalized."""
+        silent = set(self.lost)
         if self._cluster is not None:
             self._cluster.close()
+            silent.update(self._cluster.late)
         for rank in range(1, self.layout.size):
             self.line.last_word(rank, words.Goodbye(status))
         clean = self.line.close(timeout_s)
-        for rank in self.lost:
+        for rank in silent:
             if self.facts[rank].host == socket.gethostname():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(self.facts[rank].pid, signal.SIGKILL)
-        return clean
+        return clean and not silent
 
     def _lost(self, rank: int, why: str) -> None:
         """In the post's thread."""

@@ -26,9 +26,9 @@ from pdjax.models.config import ModelConfig
 from pdjax.models.sharding import meshes_over_ranks, split
 from pdjax.models.source import resolve
 from pdjax.mpi import ends, words
-from pdjax.mpi.job import Job
 from pdjax.mpi.line import Line
 from pdjax.mpi.part import Part
+from pdjax.mpi.start import Job
 from pdjax.transfer.inbox import Inbox
 from pdjax.transfer.outbox import Outbox
 from pdjax.transfer.parcel import Credit, Parcel, Side
