@@ -46,6 +46,15 @@ def ranks_for(config: EngineConfig) -> tuple[Facts, ...]:
     return () if head is None or config.transfer == "device_put" else head.facts
 
 
+def control_latency(engine: Any) -> str | None:
+    """A line on how long a word takes to the ranks of an engine and back; None if it has none."""
+    head = mpi.current()
+    if head is None or not engine.specs[0].ranks:
+        return None
+    times = ", ".join(f"rank {rank} {1e3 * seconds:.2f} ms" for rank, seconds in engine.cluster.latency().items())
+    return f"control latency, there and back: {times}"
+
+
 def _parse(argv: Sequence[str]) -> list[str]:
     try:
         left = flags.FLAGS(argv)

@@ -90,6 +90,8 @@ def serve(
     for name, config in configs.items():
         console.print(f"[bold]{name}[/bold]")
         with _engine(config, console, make_engine or pdjax.Engine) as engine:
+            if (said := launcher.control_latency(engine)) is not None:
+                console.print(said, highlight=False)
             reports[name] = _play(engine, workload, console, answers=not entries).without(warmup_requests)
             console.print(_outcome(reports), highlight=False)
             entries.append(

@@ -7,6 +7,7 @@ instance is lost when one of its ranks is: the others are told to leave, and not
 
 import logging
 import queue
+import statistics
 import threading
 import time
 from collections import Counter
@@ -57,6 +58,7 @@ class MpiCluster:
         self.late: list[int] = []  # ranks that did not end their part within CLOSE_S
         self._answers: dict[int, Any] = {}  # rank -> Built, Warmed or Ended
         self._progress: dict[int, words.Progress] = {}
+        self._echo: int | None = None
         self._compiled: dict[int, int] = {}
         self._on_progress: Progress | None = None
         line.epoch = build.engine
@@ -113,6 +115,22 @@ class MpiCluster:
         programs = tuple(name for answer in leaders for name in answer.programs)
         compile_s = sum(answer.compile_s for answer in answers.values())
         return [answer.latency for answer in leaders], Warmup(programs, time.perf_counter() - started, compile_s)
+
+    def latency(self, count: int = 20) -> dict[int, float]:
+        """Seconds that a word takes to each rank and back, while nothing else is said: the median of `count`."""
+        out = {}
+        for rank in self._alive():
+            times = []
+            for number in range(count):
+                with self._changed:
+                    self._echo, began = None, time.perf_counter()
+                    self._line.expect(1)
+                    self._line.tell(rank, words.Echo(number))
+                    self._changed.wait_for(lambda: self._echo is not None or self._lost, CLOSE_S)
+                    self._line.expect(-1)
+                times.append(time.perf_counter() - began)
+            out[rank] = statistics.median(times)
+        return out
 
     def compiled(self) -> int:
         """Programs compiled on all ranks since their warm-up."""
@@ -196,6 +214,9 @@ class MpiCluster:
                     if self._on_progress is not None:
                         done, total = (sum(getattr(p, n) for p in self._progress.values()) for n in ("done", "total"))
                         self._on_progress(done, total, f"rank {rank}: {word.what}")
+                case words.Echo(number):
+                    self._echo = number
+                    self._changed.notify_all()
                 case words.Built() | words.Warmed() | words.Ended():
                     self._answers[rank] = word
                     self._changed.notify_all()

@@ -71,6 +71,8 @@ class Part:
                 self._lane.put(lambda lane: lane.dispatch(word))
             case StartTransfer():
                 self._open(word)
+            case words.Echo():
+                self._line.tell(rank, word)
             case Parcel():
                 self._inbox.parcel(rank, word)
             case Credit():

@@ -36,6 +36,13 @@ class Build:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Echo:
+    """Answered at once by the same: how long a word takes there and back."""
+
+    number: int
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Warm:
     """Compile and measure. Answered by `Warmed`, after any number of `Progress`."""
 
@@ -162,6 +169,7 @@ class Ended:
 
 Word = (
     Build
+    | Echo
     | Warm
     | Iteration
     | StartTransfer
