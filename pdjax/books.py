@@ -29,6 +29,7 @@ class Books:
         queue: WAITING and not placed, first come first.
         held: MIGRATING without a transfer: their KV waits on the prefill side.
         backlog: some held request found no room.
+        wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
     """
 
@@ -46,6 +47,7 @@ class Books:
         self.queue: list[Live] = []
         self.held: list[Live] = []
         self.backlog = False
+        self.wait = ""
         self.commands: list[Command] = []
         self.transfers: dict[int, Live] = {}
         self._deadlines: deque[tuple[float, int]] = deque()
@@ -90,7 +92,9 @@ class Books:
     def fits(self, lane: Lane, live: Live) -> bool:
         """Whether the first chunk can have its pages and slot: nobody who holds KV must be waiting for them."""
         place = live.place
-        if place is None or lane.starved or (self.backlog and lane.role is not Role.PREFILL):
+        if place is None or lane.starved:
+            return False
+        if self.backlog and (lane.role is not Role.PREFILL or live.decodes_here):
             return False
         if live.decodes_here and not lane.has_slot:
             return False

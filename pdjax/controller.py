@@ -46,7 +46,7 @@ from pdjax.request import Request, State
 from pdjax.schedulers.base import Scheduler, traits_of
 
 STALL_S = 10.0  # after which requests that nothing can move are given up
-MAX_FAILURES = 3  # lost transfers before a request is given up; lost instances end by themselves
+MAX_FAILURES = 3  # of its transfers, before a request is given up; lost instances do not count: there is an end to them
 
 
 class Sink(Protocol):
@@ -93,6 +93,7 @@ class Controller:
         self._max_queue = max_queue
         self._on_failure = on_failure
         self._stalled_s: float | None = None  # since when requests are live and nothing is under way
+        self._gone = ""  # why there is no instance any more
 
     # --- events -----------------------------------------------------------------------------------------------------
 
@@ -148,7 +149,10 @@ class Controller:
     def _arrive(self, request: Request) -> None:
         waiting = self.books.waiting if self._max_queue else 0
         live = self.books.admit(request)
-        if waiting >= self._max_queue > 0:
+        if self._gone:
+            live.note = self._gone
+            self._end(live, State.FAILED, "error")
+        elif waiting >= self._max_queue > 0:
             live.note = f"max_queue: {waiting} requests are waiting already"
             self._end(live, State.REJECTED, "rejected")
 
@@ -250,29 +254,34 @@ class Controller:
 
     def _instance_lost(self, index: int, error: str) -> None:
         lane = self.books.instances[index]
+        if not lane.alive:
+            return
         freed = lane.lose()
         for live in list(self.books.live.values()):
+            live.failures = 0  # those until now may have been this instance's doing
             place = live.place
-            gone = live.state.terminal or live.state in (State.PREEMPTED, State.RESTARTING)  # `freed` sees to them
-            if live.holds or gone or place is None:
-                continue
-            decode = place.decode if live.decode_on is None else live.decode_on
-            # Also those that have nothing there yet, but are bound to it; a row's KV is on its own instance only.
-            if index not in ((decode,) if live.state is State.DECODING else (place.prefill, decode)):
-                continue
+            if place is None or live.state.terminal or live.state in (State.PREEMPTED, State.RESTARTING):
+                continue  # nothing of it is there, or `freed` sees to it
+            there = bool(lane.pool.pages(live.id))
             if live.state is State.WAITING:
-                self.books.instances[place.prefill].dequeue(live)
-                live.place = None
-                self.books.enqueue(live)
-            elif self._on_failure == "fail":
+                if index in (place.prefill, place.decode):
+                    self.books.instances[place.prefill].dequeue(live)
+                    live.place = None
+                    self.books.enqueue(live)
+            elif there and self._on_failure == "fail":
                 live.note = f"instance {index} is lost: {error}"
                 self._end(live, State.FAILED, "error")
-            else:
+            elif there or (index == place.decode and live.state is not State.DECODING):
+                # In the second case its KV is elsewhere, but the policy has to name another place for it.
                 live.restarts += 1
                 self.books.retire(live, State.RESTARTING)
         self.books.freed(freed)
         if not any(lane.alive for lane in self.books.instances):
-            self.fail_all(f"instance {index}, the last one, is lost: {error}")
+            self._gone = f"instance {index}, the last one, is lost: {error}"
+            for live in list(self.books.live.values()):
+                if not live.state.terminal:
+                    live.note = self._gone
+                    self._end(live, State.FAILED, "error")
 
     def _watch_stall(self) -> None:
         """A policy that lets requests wait while nothing is under way must not keep them for ever."""
@@ -281,8 +290,9 @@ class Controller:
         elif self._stalled_s is None:
             self._stalled_s = self.books.now
         elif self.books.now - self._stalled_s >= STALL_S:
+            why = f"{type(self._scheduler).__name__} let it wait for {STALL_S} s while nothing was under way"
             for live in list(self.books.live.values()):
-                live.note = f"{type(self._scheduler).__name__} let it wait for {STALL_S} s while nothing was under way"
+                live.note = f"{why}: {self.books.wait}" if self.books.wait else why
                 self._end(live, State.FAILED, "error")
 
     # --- ends -------------------------------------------------------------------------------------------------------

@@ -25,13 +25,14 @@ def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
     """
     rejected = []
     progress = True
-    while progress:  # an iteration may have preempted a row: its pages are free, and it waits again
+    while progress:  # somebody may have been preempted: its pages are free, and it waits again
         progress = False
         _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in books.instances:
             while (lane.prefills or lane.batch) and lane.has_room and _iterate(books, scheduler, lane):
                 progress = True
+        progress = progress or _make_room(books)
     return rejected
 
 
@@ -57,12 +58,27 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
     books.backlog = bool(waiting)
 
 
+def _make_room(books: Books) -> bool:
+    """Where KV that waits fills the only instances that could still decode, as it may when all others are lost, the
+    latest arrival gives way. True if one did."""
+    if not (books.held and books.stalled) or any(
+        lane.room_for(live) for lane in books.instances for live in books.held
+    ):
+        return False
+    victim = books.held[-1]
+    victim.preemptions += 1
+    books.retire(victim, State.PREEMPTED)
+    return True
+
+
 def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
     rejected = []
+    books.wait = ""
     while books.queue:
         live = books.queue[0]
         decision = scheduler.place(live, books)
         if isinstance(decision, Wait):
+            books.wait = decision.reason
             break
         del books.queue[0]
         if isinstance(decision, Reject):

@@ -135,7 +135,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
     State.PREFILLING: frozenset(
         {State.MIGRATING, State.DECODING, State.FINISHED, State.PREEMPTED, State.RESTARTING} | _ENDS
     ),
-    State.MIGRATING: frozenset({State.DECODING, State.RESTARTING} | _ENDS),
+    State.MIGRATING: frozenset({State.DECODING, State.PREEMPTED, State.RESTARTING} | _ENDS),
     State.DECODING: frozenset({State.FINISHED, State.PREEMPTED, State.RESTARTING} | _ENDS),
     State.PREEMPTED: frozenset({State.WAITING} | _ENDS),
     State.RESTARTING: frozenset({State.WAITING} | _ENDS),

@@ -153,6 +153,8 @@ class SimulatedCluster:
         self._at(at_s, die)
 
     def submit(self, command: Command) -> None:
+        if self._lost:
+            self._check(command)
         match command:
             case Iteration():
                 queue = self._queues[command.instance]
@@ -168,6 +170,18 @@ class SimulatedCluster:
             case AbortTransfer(key):
                 if self._transfers.pop(key, None) is not None:
                     self.post(TransferAborted(key))
+
+    def _check(self, command: Command) -> None:
+        """Nothing is to be asked of a lost instance; that a transfer with one is aborted is all that it needs."""
+        match command:
+            case Iteration() | Cut():
+                named = {command.instance}
+            case StartTransfer():
+                named = {command.src, command.dst}
+            case AbortTransfer():
+                named = set()
+        if gone := named & self._lost:
+            raise RuntimeError(f"a command to lost instances {sorted(gone)}: {command}")
 
     def next_event(self, timeout_s: float | None) -> Event | None:
         """Advances the clock to the next event; None when there is none (within timeout_s)."""

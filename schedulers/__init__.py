@@ -2,7 +2,18 @@
 
 from collections.abc import Callable
 
-from pdjax.schedulers.base import Place, Plan, Reject, Scheduler, Traits, Wait, take_chunks, take_prompts
+from pdjax.schedulers.base import (
+    Place,
+    Plan,
+    Reject,
+    Scheduler,
+    Traits,
+    Wait,
+    decoders,
+    prefillers,
+    take_chunks,
+    take_prompts,
+)
 from pdjax.schedulers.colocated import ChunkedColocated, Colocated
 from pdjax.schedulers.disaggregated import Disaggregated
 from pdjax.schedulers.dynamic import Dynamic
@@ -19,6 +30,8 @@ __all__ = [
     "Scheduler",
     "Traits",
     "Wait",
+    "decoders",
+    "prefillers",
     "take_chunks",
     "take_prompts",
 ]

@@ -2,22 +2,33 @@
 
 import random
 
-from pdjax.messages import InstanceSpec, Role
+from pdjax.messages import InstanceSpec, Role, StartTransfer, TransferFailed
 from pdjax.request import Request, SamplingParams
-from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated, Dynamic, Place, Plan, Scheduler, take_chunks
-from pdjax.testing import VOCAB, spec
+from pdjax.schedulers import (
+    ChunkedColocated,
+    Colocated,
+    Disaggregated,
+    Dynamic,
+    Place,
+    Plan,
+    Scheduler,
+    decoders,
+    prefillers,
+    take_chunks,
+)
+from pdjax.testing import VOCAB, World, spec
 
 
 class RoundRobin:
     """A user's own policy, as the README shows one."""
 
     def place(self, ask, cluster):
-        prefill = [view for view in cluster.instances if view.role is Role.PREFILL and view.alive]
+        prefill = prefillers(cluster.instances)
         chosen = prefill[ask.id % len(prefill)]
         return Place(chosen.spec.index, None, "whole", "its turn")
 
     def hand_off(self, ask, cluster):
-        free = [view for view in cluster.instances if view.role is Role.DECODE and view.alive and view.room_for(ask)]
+        free = [view for view in decoders(cluster.instances) if view.room_for(ask)]
         return free[ask.id % len(free)].spec.index if free else None
 
     def iterate(self, instance, cluster):
@@ -66,3 +77,22 @@ def crowd(seed: int, count: int, longest: int = 60) -> list[Request]:
         )
         for number in range(count)
     ]
+
+
+def run_until(w: World, condition) -> None:
+    while not condition():
+        assert w.step(), "the condition never held"
+
+
+def break_transfers(w: World, times: int) -> None:
+    """The first `times` transfers fail instead of starting."""
+    submit, left = w.cluster.submit, [times]
+
+    def wrapped(command):
+        if isinstance(command, StartTransfer) and left[0]:
+            left[0] -= 1
+            w.cluster.post(TransferFailed(command.key, "the wire broke"))
+        else:
+            submit(command)
+
+    w.cluster.submit = wrapped

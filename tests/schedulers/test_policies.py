@@ -1,5 +1,6 @@
 """What each policy decides, on views whose numbers one can follow."""
 
+import dataclasses
 import itertools
 
 import pytest
@@ -152,10 +153,21 @@ def test_only_prompts_from_the_threshold_on_are_streamed(tokens, mode):
     assert isinstance(place, Place) and place.mode == mode
 
 
-def test_without_a_living_prefill_instance_a_request_waits():
+@pytest.mark.parametrize("lost", [0, 1])
+@pytest.mark.parametrize("policy", [Disaggregated(stream_from=1), Dynamic(stream_from=1)])
+def test_the_last_instance_takes_both_roles(policy, lost):
     cluster = Cluster(views(Role.PREFILL, Role.DECODE))
-    cluster.instances[0].alive = False
-    assert isinstance(Disaggregated().place(Ask(), cluster), Wait)
+    cluster.instances[lost].alive = False
+    place = policy.place(Ask(), cluster)
+    assert isinstance(place, Place) and place.prefill == place.decode == 1 - lost
+
+
+@pytest.mark.parametrize(("lost", "lacks"), [(0, {"max_chunk": 0}), (1, {"max_rows": 0})])
+def test_an_instance_takes_no_role_that_it_was_not_built_for(lost, lacks):
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))
+    cluster.instances[lost].alive = False
+    cluster.instances[1 - lost].spec = dataclasses.replace(cluster.instances[1 - lost].spec, **lacks)
+    assert all(isinstance(policy.place(Ask(), cluster), Wait) for policy in (Disaggregated(), Dynamic()))
 
 
 # --- dynamic --------------------------------------------------------------------------------------------------------
