@@ -62,7 +62,8 @@ def config(shape: tuple[int, int, int, int]) -> EngineConfig:
 
 
 def job(shape: tuple[int, int, int, int], first: int, last: int, results: Path) -> None:
-    """On rank 0: kills `first` to `last` - 1, as far as instances are left. Outcomes are written as they come."""
+    """On rank 0: kills `first` to `last` - 1, as far as the instances that are left allow. Outcomes are written as they
+    come."""
     asked = config(shape)
     vocabulary = source.resolve(asked.model).config.vocab_size
     head = mpi.current()
@@ -70,9 +71,10 @@ def job(shape: tuple[int, int, int, int], first: int, last: int, results: Path) 
     with pdjax.Engine(asked) as engine, open(results, "a") as file:
         soak = kills.Soak(engine, head.facts, flags.SEED.value, REQUESTS.value, vocabulary)
         for number in range(first, last):
-            if soak.left == 1:
+            kill = kills.plan(flags.SEED.value, number, max(shape[1], shape[3]))
+            if soak.left == 1 or not soak.can(kill.stage):
                 return
-            outcome = soak.strike(kills.plan(flags.SEED.value, number, max(shape[1], shape[3])))
+            outcome = soak.strike(kill)
             file.write(json.dumps({"number": number, **dataclasses.asdict(outcome)}) + "\n")
             file.flush()
 

@@ -98,6 +98,12 @@ class Soak:
         """Living instances."""
         return len(self._alive())
 
+    def can(self, stage: str) -> bool:
+        """Whether an instance will come to a stage: where those of one role are lost, the others keep what they compute
+        and move nothing."""
+        roles = {self._engine.specs[index].role for index in self._alive()}
+        return len(roles) > 1 or stage not in ("sending", "receiving")
+
     def strike(self, kill: Kill) -> Outcome:
         """Asks all requests, hits a rank at the planned moment, and waits for the answers."""
         blow = Blow(kill, [spec.ranks for spec in self._engine.specs], self._facts, self._engine.now)

@@ -142,16 +142,16 @@ class MpiCluster:
             index = self._instance_of[rank]
             if index in self._lost:
                 return
-            _log.warning("instance %d is lost: rank %d %s", index, rank, why)
+            _log.warning("instance %d is lost: %s", index, why)
             self._lost.add(index)
             ranks = self.specs[index].ranks
             self._line.give_up(index)
             for other in ranks:  # the rank itself too: it may only have been silent
-                self._line.last_word(other, words.Leave(f"instance {index} is lost: rank {rank} {why}"))
+                self._line.last_word(other, words.Leave(f"instance {index} is lost: {why}"))
             self._line.tell_all(self._instance_of, words.Gone(index))
             self._line.expect(-self._in_flight.pop(index, 0))
             self._moves.lost(index)
-            self.post(InstanceLost(index, f"rank {rank} {why}"))
+            self.post(InstanceLost(index, why))
             self._changed.notify_all()
 
     @property

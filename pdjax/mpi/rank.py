@@ -136,7 +136,7 @@ class _Rank:
     def _lost(self, rank: int, why: str) -> None:
         """In the post's thread. Of the loss of other instances rank 0 tells."""
         if rank == 0:
-            _log.error("rank %d leaves: rank 0 %s", self._line.rank, why)
+            _log.error("rank %d leaves: %s", self._line.rank, why)
             ends.leave(1)
 
 
