@@ -319,7 +319,7 @@ def test_the_check_names_request_and_layer_and_both_digests(serving, mode, damag
     s, requests = serving(mode, verify_kv=True), crowd()
     damage(s)
     records = s.run(requests)
-    said = r"verify_kv: request 0, instance 0 to 1: layer 1, head \d has digest \w{16} at the source and \w{16} at the destin"
+    said = r"verify_kv: request 0, instance 0 to 1: layer 1, head \d has digest \w{16} at the source and \w{16} at the"
     assert records[0].state is State.FAILED
     assert re.search(said, records[0].reason), records[0].reason
     assert "verify_kv: request 0" in caplog.text
