@@ -30,7 +30,7 @@ absl_flags.set_default(flags.MODEL, "tiny")
 KILLS = absl_flags.DEFINE_integer("kills", 50, "How many ranks are hit.", lower_bound=1)
 REQUESTS = absl_flags.DEFINE_integer("requests", 8, "Asked at a time.", lower_bound=1)
 FIRST = absl_flags.DEFINE_integer("first", None, "The first kill of a job. Set by the launcher for its own jobs.")
-RESULTS = absl_flags.DEFINE_string("results", None, "File of a job's outcomes. Set with --first.")
+RESULTS = absl_flags.DEFINE_string("results", "", "File of a job's outcomes. Set with --first.")
 
 JOB_S = 300.0
 # (prefill instances, ranks of one, decode instances, ranks of one): jobs take turns.

@@ -35,8 +35,8 @@ ROWS = absl_flags.DEFINE_list(
 )
 REQUESTS = absl_flags.DEFINE_integer("requests", 6, "Prompts.", lower_bound=1)
 LONGEST = absl_flags.DEFINE_integer("longest", 100, "Most tokens of a prompt.", lower_bound=1)
-ROW = absl_flags.DEFINE_string("row", None, "The row of a job. Set by the launcher for its own jobs.")
-RESULTS = absl_flags.DEFINE_string("results", None, "File of a job's outcome. Set with --row.")
+ROW = absl_flags.DEFINE_string("row", "", "The row of a job. Set by the launcher for its own jobs.")
+RESULTS = absl_flags.DEFINE_string("results", "", "File of a job's outcome. Set with --row.")
 
 JOB_S = 900.0
 MODES = {"streamed": 1, "pulled": 0}  # layers per streamed group
@@ -48,7 +48,8 @@ def config(row: str, stream_layers: int) -> EngineConfig:
     if parts is None:
         raise ValueError(f"rows has {row!r}; allowed: like 2x1r1-1x2r2, PxTrR-DxTrR")
     names = ("instances", "tp", "ranks")
-    sizes = zip([f"{side}_{name}" for side in ("prefill", "decode") for name in names], parts.groups(), strict=True)
+    fields = [f"{side}_{name}" for side in ("prefill", "decode") for name in names]
+    sizes: dict[str, Any] = {field: int(size) for field, size in zip(fields, parts.groups(), strict=True)}
     return EngineConfig(
         model=flags.MODEL.value,
         dtype="float32",
@@ -62,7 +63,7 @@ def config(row: str, stream_layers: int) -> EngineConfig:
         stream_layers=stream_layers,
         warmup=False,
         verify_kv=True,
-        **{name: int(size) for name, size in sizes},
+        **sizes,
     )
 
 
@@ -86,7 +87,7 @@ def job(row: str) -> dict[str, Any]:
         began = time.perf_counter()
         with pdjax.Engine(config(row, layers)) as engine:
             results = engine.generate(prompts, sampling)
-            ranks = {spec.index: spec.ranks for spec in engine.specs}
+            ranks: dict[int | None, tuple[int, ...]] = {spec.index: spec.ranks for spec in engine.specs}
         out[mode] = {
             "equal": sum(result.token_ids == ids for result, ids in zip(results, expected, strict=True)),
             "of": len(results),
@@ -126,7 +127,7 @@ def words(outcome: dict[str, Any]) -> str:
 
 def main(argv: list[str]) -> None:
     del argv
-    if ROW.value is not None:
+    if ROW.value:
 
         def write() -> None:
             Path(RESULTS.value).write_text(json.dumps(job(ROW.value)))
