@@ -5,18 +5,44 @@ many as are needed, and as many threads more. TPU: the runtime gives each proces
 all of them.
 """
 
+import contextlib
 import glob
 import os
+import pkgutil
+import re
 import socket
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+from pdjax.config import EngineConfig
+from pdjax.messages import Role
 
-def choose(rank: int, here: list[int], each: int) -> None:
+
+def needed(config: EngineConfig, colocated: bool) -> tuple[int, ...]:
+    """How many devices each rank of a job takes: those of its part of an instance, or `devices_per_rank`. Rank 0: none.
+
+    Raises:
+        ValueError: `devices_per_rank` is less than a rank needs.
+    """
+    takes = [0]
+    for role in config.roles(colocated):
+        side = "prefill" if role is Role.PREFILL else "decode"
+        need = getattr(config, f"{side}_pp") * getattr(config, f"{side}_tp") // config.ranks_of(role)
+        if 0 < config.devices_per_rank < need:
+            raise ValueError(
+                f"devices_per_rank is {config.devices_per_rank}; allowed: 0, or at least {need}, which a rank of a "
+                f"{role.value} instance needs"
+            )
+        takes += [config.devices_per_rank or need] * config.ranks_of(role)
+    return tuple(takes)
+
+
+def choose(rank: int, here: Sequence[int], takes: Sequence[int]) -> None:
     """Settles what JAX will see.
 
     Args:
-        here: the ranks of instances on this host.
-        each: devices of a rank.
+        here: the ranks on this host.
+        takes: devices of every rank of the job.
 
     Raises:
         ValueError: the host has too few GPUs for its ranks.
@@ -26,14 +52,25 @@ def choose(rank: int, here: list[int], each: int) -> None:
     if rank == 0:
         jax.config.update("jax_platforms", "cpu")
         return
-    gpus = len(glob.glob("/dev/nvidia[0-9]*"))
+    gpus = _gpus()
     if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ and os.environ.get("JAX_PLATFORMS", "") in ("", "cuda", "gpu"):
-        first = here.index(rank) * each
-        if first + each > gpus:
-            raise ValueError(f"a host has {gpus} GPUs; {len(here)} ranks there need {each} each")
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(str(gpu) for gpu in range(first, first + each))
-    # See `pdjax.build.devices_for` for why twice as many.
-    jax.config.update("jax_num_cpu_devices", 2 * each)
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share(rank, here, takes, gpus)))
+    if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
+        # See `pdjax.build.devices_for` for why twice as many.
+        jax.config.update("jax_num_cpu_devices", 2 * takes[rank])
+
+
+def share(rank: int, here: Sequence[int], takes: Sequence[int], gpus: int) -> range:
+    """A rank's part of the GPUs of its host, which are dealt out in the order of the ranks. Arguments as of `choose`.
+
+    Raises:
+        ValueError: there are too few.
+    """
+    need = sum(takes[other] for other in here)
+    if need > gpus:
+        raise ValueError(f"the host has {gpus} GPUs; allowed: at least {need}, which its ranks need")
+    first = sum(takes[other] for other in here if other < rank)
+    return range(first, first + takes[rank])
 
 
 def join_ranks(communicator: Any, one_host: bool) -> None:
@@ -46,14 +83,24 @@ def join_ranks(communicator: Any, one_host: bool) -> None:
     import jax
 
     jax.config.update("jax_cpu_collectives_implementation", "gloo")
-    address = None
-    if communicator.rank == 0:
-        host = "127.0.0.1" if one_host else _address()
-        with socket.socket() as free:
-            free.bind((host, 0))
-            address = f"{host}:{free.getsockname()[1]}"
-    address = communicator.bcast(address)
-    jax.distributed.initialize(address, communicator.size, communicator.rank, initialization_timeout=60)
+    with contextlib.ExitStack() as held:
+        address = None
+        if communicator.rank == 0:
+            host = "127.0.0.1" if one_host else _address()
+            address = f"{host}:{held.enter_context(free_port(host))}"
+        address = communicator.bcast(address)
+        jax.distributed.initialize(address, communicator.size, communicator.rank, initialization_timeout=60)
+
+
+@contextlib.contextmanager
+def free_port(host: str) -> Iterator[int]:
+    """A port that nobody has, and nobody gets meanwhile. Who asks for SO_REUSEPORT, as JAX's coordinator does, can
+    listen on it."""
+    with socket.socket() as holder:
+        holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
+        holder.bind((host, 0))
+        port: int = holder.getsockname()[1]
+        yield port
 
 
 def platform() -> str:
@@ -69,6 +116,13 @@ def count() -> int:
     import jax
 
     return len(jax.local_devices())
+
+
+def _gpus() -> int:
+    """NVIDIA GPUs of this host that JAX can use: none where it is installed without its plugin for them."""
+    if not any(re.fullmatch(r"jax_cuda\d+_plugin", module.name) for module in pkgutil.iter_modules()):
+        return 0
+    return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
 def _address() -> str:

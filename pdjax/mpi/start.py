@@ -29,6 +29,7 @@ from pdjax.mpi import devices, facts, pin
 from pdjax.mpi.facts import Facts
 from pdjax.mpi.layout import Layout, check_size, layout_of
 from pdjax.mpi.post import Post
+from pdjax.schedulers.base import Traits
 
 START_S = 60.0  # for every rank to come to a point of the start
 _ECHOES = 20
@@ -75,8 +76,8 @@ def start(world: Any, config: EngineConfig) -> Job:
         check_size(layout, config, world.size)
         if config.pin:
             pin.pin(pin.cores_of(rank, here, layout, sorted(os.sched_getaffinity(0))))
-        each = _devices_per_rank(config, layout, rank)
-        devices.choose(rank, [other for other in here if other], each)
+        takes = devices.needed(config, _traits(config).colocated)
+        devices.choose(rank, here, takes)
     except ValueError as error:
         own = dataclasses.replace(own, error=str(error))
     _compared(world, own)
@@ -89,7 +90,7 @@ def start(world: Any, config: EngineConfig) -> Job:
         with _deadline(world, lambda: f"the ranks {ranks} of instance {index} did not find each other"):
             devices.join_ranks(group, len({hosts[other] for other in ranks}) == 1)
     if rank:
-        own = dataclasses.replace(own, platform=devices.platform(), devices=min(each, devices.count()))
+        own = dataclasses.replace(own, platform=devices.platform(), devices=min(takes[rank], devices.count()))
     everybody = _compared(world, own)
     control, data = world.Dup(), world.Dup()
     for communicator in (world, control, data):
@@ -101,27 +102,14 @@ def start(world: Any, config: EngineConfig) -> Job:
 
 def job_layout(config: EngineConfig) -> Layout:
     """Which ranks a configuration needs. ValueError if there are none that it could run on."""
+    return layout_of(config, _traits(config))
+
+
+def _traits(config: EngineConfig) -> Traits:
     from pdjax.build import scheduler_of
     from pdjax.schedulers.base import traits_of
 
-    return layout_of(config, traits_of(scheduler_of(config)))
-
-
-def _devices_per_rank(config: EngineConfig, layout: Layout, rank: int) -> int:
-    """How many devices a rank's part of its instance needs, or `devices_per_rank`."""
-    if rank == 0:
-        return 0
-    prefills = layout.instance_of(rank) < config.prefill_instances
-    side = (
-        "prefill" if prefills and len(layout.ranks) == config.prefill_instances + config.decode_instances else "decode"
-    )
-    pp, tp, ranks = (getattr(config, f"{side}_{name}") for name in ("pp", "tp", "ranks"))
-    need: int = pp * tp // ranks
-    if 0 < config.devices_per_rank < need:
-        raise ValueError(
-            f"devices_per_rank is {config.devices_per_rank}; allowed: at least {need}, which rank {rank} needs"
-        )
-    return config.devices_per_rank or need
+    return traits_of(scheduler_of(config))
 
 
 def _exchange(world: Any, text: str) -> list[str]:
