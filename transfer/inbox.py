@@ -4,6 +4,9 @@ units on this rank's devices, for the lane to insert. Called by `pdjax.mpi.part`
 A source may send as many parcels as it has credit for, which is as many as there are slots for them here. One thread
 copies them out of the slots into fresh arrays, and gives credit again. Parcels of a transfer that has ended are
 received and dropped: a send cannot be taken back.
+
+What comes from device to device needs no slot: bytes that are received into a device array of their own, if they are
+just what a device here holds, and arrays that are pulled from a transfer server.
 """
 
 import dataclasses
@@ -12,6 +15,7 @@ import queue
 import threading
 from collections import deque
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import numpy as np
@@ -20,33 +24,46 @@ from jax.sharding import NamedSharding
 from pdjax.transfer.base import Unit, UnitHeader
 from pdjax.transfer.parcel import Carrier, Credit, Parcel, Side
 from pdjax.transfer.parcels import Share, heads_of, shares
+from pdjax.transfer.pointers import fresh, pointer
+from pdjax.transfer.pulls import Puller
 from pdjax.transfer.shards import aligned
-from pdjax.transfer.staging import Ring
+from pdjax.transfer.staging import SLOTS, Ring, slot_bytes
 
 CLOSE_S = 5.0
-SLOTS = 4  # as `pdjax.transfer.outbox.SLOTS`
 _log = logging.getLogger("pdjax")
 
 
 @dataclasses.dataclass(slots=True)
 class _Assembly:
-    """A unit of which not all parcels are here. `shards`: first head -> array, [layers, 2, T, K_local, H]."""
+    """A unit of which not all parcels are here.
+
+    Attributes:
+        shards: first head -> [layers, 2, T, K_local, H] of each different shard of this process; on the host, or on a
+            device if it came as it is.
+    """
 
     header: UnitHeader
     missing: set[Share]
-    shards: dict[int, np.ndarray]
+    shards: dict[int, Any]
     sent_s: float
     arrived_s: float = 0.0
 
 
 @dataclasses.dataclass(slots=True, eq=False)
 class _Coming:
-    """A parcel whose bytes are on their way, or here."""
+    """A parcel that is on its way, or here.
+
+    Attributes:
+        credited: there was credit for it, which its source gets back.
+        slot: of the ring, that its bytes are in; or None.
+        kv: array of the parcel's shape.
+    """
 
     rank: int
     parcel: Parcel
-    slot: np.ndarray
-    spare: bool  # the slot is none of the ring's
+    credited: bool
+    slot: np.ndarray | None = None
+    kv: Any = None
     here: bool = False
     at_s: float = 0.0
     error: Exception | None = None
@@ -77,6 +94,12 @@ class Inbox:
         shardings: of the units that hold a layer, by layer.
         kv_heads, head_dim, dtype: of its KV.
         head_bytes: most bytes of one head of a unit.
+        pointers: the carrier takes device memory (`pdjax.transfer.pointers`).
+        host: parcels are pulled from transfer servers, by this address of this host; None: their bytes are fetched.
+        timeout_s: of one pull.
+
+    Raises:
+        ValueError: a unit is too large for a message.
     """
 
     def __init__(
@@ -89,15 +112,25 @@ class Inbox:
         head_dim: int,
         dtype: str,
         head_bytes: int,
+        pointers: bool = False,
+        host: str | None = None,
+        timeout_s: float = 60.0,
     ) -> None:
         self._carrier, self._sides, self._index, self._shardings = carrier, sides, index, shardings
-        self._kv_heads, self._head_dim, self._dtype, self._head_bytes = kv_heads, head_dim, dtype, head_bytes
+        self._kv_heads, self._head_dim, self._dtype = kv_heads, head_dim, dtype
+        self._pointers, self._host, self._timeout_s = pointers, host, timeout_s
+        plans = [self._plan(source) for source in range(len(sides))]
+        self._slot_bytes = max(slot_bytes(plan, head_bytes) for plan in plans)
+        self._device = next(iter(shardings[0].addressable_devices))
         self._held = heads_of(kv_heads, sides[index], carrier.rank)
         self._instance_of = {rank: number for number, side in enumerate(sides) for rank in side.ranks}
         self._lock = threading.Lock()  # of all below
         self._transfers: dict[int, _Transfer] = {}
         self._newest = 0  # key of a transfer that was opened; keys grow
+        self._credits: dict[int, int] = {}  # by source rank: parcels that it may say
         self._rings: dict[int, Ring] = {}  # by source rank
+        self._pullers: dict[int, Puller] = {}  # by source rank
+        self._lost: set[int] = set()  # ranks
         self._early: dict[int, list[_Coming]] = {}  # by key; of transfers that this rank has not been told of yet
         # By source rank, in the order in which they were said: bytes may be complete in another.
         self._coming: dict[int, deque[_Coming]] = {rank: deque() for rank in self._instance_of}
@@ -117,31 +150,49 @@ class Inbox:
             transfer = _Transfer(key, src, tokens, deliver, failed, self._early.pop(key, []))
             self._transfers[key] = transfer
             self._newest = max(self._newest, key)
-            for share in self._plan(src):
-                if share.src_rank not in self._rings:
-                    widest = max(other.stop - other.start for other in self._plan(src))
-                    self._rings[share.src_rank] = Ring(SLOTS, widest * self._head_bytes)
-                    self._carrier.tell(share.src_rank, Credit(SLOTS))
         self._news.put(transfer)
 
     def parcel(self, rank: int, parcel: Parcel) -> None:
-        """A source rank says what it sends: its bytes are received into a slot."""
+        """A source rank says what it sends: it is received. More than was agreed is, too, and fails its transfer."""
         with self._lock:
-            ring = self._rings.get(rank)
-            fits = ring is not None and ring.free > 0 and parcel.nbytes <= ring.nbytes
-            slot = ring.take() if ring is not None and fits else np.empty(parcel.nbytes, np.uint8)
-            coming = _Coming(rank, parcel, slot, not fits)
+            credited = self._credits.get(rank, 0) > 0 and parcel.nbytes <= self._slot_bytes
+            coming = _Coming(rank, parcel, credited)
             line = self._coming[rank]
             line.append(coming)
+            if credited:
+                self._credits[rank] -= 1
+            puller = self._pullers.get(rank)
 
-        def done(error: Exception | None) -> None:
-            coming.at_s, coming.here = self._carrier.now(), True
+        def here(error: Exception | None) -> None:
+            coming.at_s = self._carrier.now()
             coming.error = error
-            if error is None and not fits:
+            if error is None and not credited:
                 coming.error = ValueError(f"rank {rank} sent {parcel.nbytes} bytes without credit for as many")
+            coming.here = True
             self._news.put(line)
 
-        self._carrier.fetch(rank, parcel.tag, slot[: parcel.nbytes], done)
+        def pulled(kv: jax.Array | None, error: Exception | None) -> None:
+            coming.kv = kv
+            here(error)
+
+        if parcel.offer is not None:
+            if puller is None:
+                here(ValueError(f"rank {rank} offers a parcel; allowed: bytes"))
+            else:
+                puller.pull(parcel, pulled)
+            return
+        if credited and self._pointers and (device := self._holder(parcel)) is not None:
+            coming.kv = fresh(parcel.shape, parcel.unit.dtype, device)
+            self._carrier.fetch(rank, parcel.tag, pointer(coming.kv), here)
+            return
+        if credited:
+            with self._lock:
+                slot = coming.slot = self._rings[rank].take()
+        else:
+            slot = np.empty(parcel.nbytes, np.uint8)
+        buffer = slot[: parcel.nbytes]
+        coming.kv = buffer.view(np.dtype(parcel.unit.dtype)).reshape(parcel.shape)
+        self._carrier.fetch(rank, parcel.tag, buffer, here)
 
     def close(self, key: int) -> None:
         """The transfer has ended: what still comes of it is dropped."""
@@ -153,11 +204,21 @@ class Inbox:
     def gone(self, instance: int) -> None:
         """An instance is lost; slots that its ranks may still write to are left to the carrier."""
         with self._lock:
-            for rank in self._sides[instance].ranks:
+            ranks = self._sides[instance].ranks
+            self._lost.update(ranks)
+            for rank in ranks:
                 self._rings.pop(rank, None)
+                self._credits.pop(rank, None)
+            pullers = [self._pullers.pop(rank) for rank in ranks if rank in self._pullers]
+        for puller in pullers:
+            puller.end()
 
     def end(self) -> None:
-        """Ends the thread, within 5 s."""
+        """Ends the threads, within 5 s."""
+        with self._lock:
+            pullers, self._pullers = list(self._pullers.values()), {}
+        for puller in pullers:
+            puller.end()
         self._news.put(None)
         self._thread.join(CLOSE_S)
 
@@ -166,10 +227,31 @@ class Inbox:
     def _work(self) -> None:
         while (news := self._news.get()) is not None:
             if isinstance(news, _Transfer):
+                self._welcome(news.src)
                 self._catch_up(news)
                 continue
             while news and news[0].here:
                 self._sort(news.popleft())
+
+    def _welcome(self, src: int) -> None:
+        """Gives the ranks of an instance their first credit."""
+        for rank in {share.src_rank for share in self._plan(src)}:
+            if rank in self._credits or rank in self._lost:
+                continue
+            puller, ring = None, None
+            if self._host is not None:
+                puller = Puller(self._device, self._host, self._timeout_s, f"inbox-{rank}")
+            else:
+                ring = Ring(SLOTS, self._slot_bytes)
+            with self._lock:
+                if rank in self._lost:
+                    continue
+                if puller is not None:
+                    self._pullers[rank] = puller
+                if ring is not None:
+                    self._rings[rank] = ring
+                self._credits[rank] = SLOTS
+            self._carrier.tell(rank, Credit(SLOTS))
 
     def _sort(self, coming: _Coming) -> None:
         """A parcel is here: to its transfer, or away."""
@@ -202,12 +284,14 @@ class Inbox:
                 transfer.failed(f"{type(error).__name__}: {error}")
 
     def _free(self, coming: _Coming) -> None:
-        """Its slot may be used again."""
+        """There is room for another."""
+        coming.kv = None
         with self._lock:
-            ring = self._rings.get(coming.rank)
-            if ring is None or coming.spare:
+            if not coming.credited or coming.rank in self._lost:
                 return
-            ring.give(coming.slot)
+            if coming.slot is not None:
+                self._rings[coming.rank].give(coming.slot)
+            self._credits[coming.rank] += 1
         self._carrier.tell(coming.rank, Credit(1))
 
     def _take(self, transfer: _Transfer, arrived: _Coming) -> None:
@@ -225,20 +309,26 @@ class Inbox:
             transfer.units[header.layer, header.start] = assembly
         if assembly.header != header or share not in assembly.missing:
             raise ValueError(f"a parcel is {share} of {header}; allowed: {assembly.missing} of {assembly.header}")
-        layers, two, _, _, dim = header.shape
-        view = arrived.slot[: parcel.nbytes].view(np.dtype(header.dtype))
-        kv = view.reshape(layers, two, header.tokens, parcel.stop - parcel.start, dim)
-        for first, shard in assembly.shards.items():
-            start, stop = max(parcel.start, first), min(parcel.stop, first + shard.shape[3])
-            if start < stop:
-                part = kv[:, :, :, start - parcel.start : stop - parcel.start]
-                shard[:, :, : header.tokens, start - first : stop - first] = part
+        self._put(assembly, parcel, arrived.kv)
         assembly.missing.discard(share)
         assembly.sent_s = min(assembly.sent_s, parcel.sent_s)
         assembly.arrived_s = max(assembly.arrived_s, arrived.at_s)
         if not assembly.missing:
             del transfer.units[header.layer, header.start]
             self._deliver(transfer, assembly)
+
+    def _put(self, assembly: _Assembly, parcel: Parcel, kv: Any) -> None:
+        """Copies a parcel's heads into the shards; takes over a device array that is a shard as it is."""
+        tokens = parcel.unit.tokens
+        for first, shard in assembly.shards.items():
+            start, stop = max(parcel.start, first), min(parcel.stop, first + shard.shape[3])
+            if start >= stop:
+                continue
+            if isinstance(kv, jax.Array) and kv.shape == shard.shape and parcel.start == first:
+                assembly.shards[first] = kv
+            else:
+                part = np.asarray(kv)[:, :, :tokens, start - parcel.start : stop - parcel.start]
+                shard[:, :, :tokens, start - first : stop - first] = part
 
     def _deliver(self, transfer: _Transfer, assembly: _Assembly) -> None:
         header = assembly.header
@@ -275,6 +365,17 @@ class Inbox:
         indices = sharding.addressable_devices_indices_map(header.shape).values()
         firsts = {index[3].start or 0 for index in indices if index is not None}
         return {first: aligned(shape, header.dtype) for first in firsts}
+
+    def _holder(self, parcel: Parcel) -> jax.Device | None:
+        """A device that holds exactly what a parcel brings."""
+        header = parcel.unit
+        if not 0 <= header.layer < len(self._shardings) or parcel.shape[2] != header.shape[2]:
+            return None
+        sharding = self._shardings[header.layer]
+        if sharding.shard_shape(header.shape)[3] != parcel.stop - parcel.start:
+            return None
+        devices = sharding.addressable_devices_indices_map(header.shape).items()
+        return next((device for device, index in devices if index and (index[3].start or 0) == parcel.start), None)
 
     def _plan(self, src: int) -> list[Share]:
         """What this rank gets from an instance."""

@@ -73,6 +73,12 @@ class Source:
         self.server: Any = transfer.start_transfer_server(device.client, f"{host}:0", [f"{host}:0"])
         self._numbers = itertools.count(1)
 
+    def register(self, arrays: list[Any]) -> int:
+        """Keeps single-device arrays until they are pulled, once, by the number that is returned."""
+        number = next(self._numbers)
+        self.server.await_pull(number, arrays)
+        return number
+
     def offer(self, unit: Unit, src: NamedSharding, dst: Split) -> Offer:
         """Registers the pieces of a unit, which is computed and lies on `src`."""
         sources = shards_of(unit.kv, src)
@@ -81,8 +87,7 @@ class Source:
             whole = sources[piece.src_shard]
             part = whole if piece.heads == whole.shape[3] else jax.device_put(cut(whole, piece), whole.device)
             pieces.append(part)
-        number = next(self._numbers)
-        self.server.await_pull(number, pieces)
+        number = self.register(pieces)
         told = tuple((piece.shape, str(piece.dtype)) for piece in pieces)
         return Offer(self.server.address(), number, unit.header, told)
 

@@ -5,6 +5,10 @@ A thread for each destination instance waits for a unit to be computed, then for
 heads into a slot of that rank's ring, and hands it to the carrier. So neither the lane nor another destination waits.
 Who has no credit keeps units as they are, on the device; what waits is bounded by the destination's pages, which were
 reserved before.
+
+Two other roads need no slot. With device pointers the carrier ships a shard that a destination rank gets as it is from
+where it lies. With transfer servers (`host`) a parcel's array is registered, and the destination pulls it; a server for
+each destination rank, since what is not pulled stays registered until the server goes.
 """
 
 import dataclasses
@@ -14,18 +18,19 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from typing import Protocol
 
 import jax
-import ml_dtypes  # noqa: F401  bfloat16 as a numpy dtype
 import numpy as np
 
 from pdjax.transfer.base import Unit
-from pdjax.transfer.parcel import Carrier, Credit, Parcel, Side
+from pdjax.transfer.jax_transfer import Source
+from pdjax.transfer.parcel import Carrier, Credit, Offer, Parcel, Side
 from pdjax.transfer.parcels import Share, shares
-from pdjax.transfer.staging import Ring
+from pdjax.transfer.pointers import pointer
+from pdjax.transfer.staging import SLOTS, Ring, slot_bytes
 
 CLOSE_S = 5.0
-SLOTS = 4  # parcels on their way from one rank to another
 _log = logging.getLogger("pdjax")
 
 
@@ -48,6 +53,11 @@ class Outbox:
         head_bytes: most bytes of one head of a unit.
         timeout_s: a unit that waits longer for room at its destination fails its transfer.
         first_tag: of the parcels; no other outbox of the job on this rank had those from there on.
+        pointers: the carrier takes device memory (`pdjax.transfer.pointers`).
+        host: transfer servers offer the parcels at this address of this host; None: their bytes are shipped.
+
+    Raises:
+        ValueError: a unit is too large for a message.
     """
 
     def __init__(
@@ -59,9 +69,15 @@ class Outbox:
         head_bytes: int,
         timeout_s: float,
         first_tag: int = 0,
+        pointers: bool = False,
+        host: str | None = None,
     ) -> None:
-        self._carrier, self._sides, self._index, self._kv_heads = carrier, sides, index, kv_heads
-        self._head_bytes, self._timeout_s = head_bytes, timeout_s
+        self._carrier, self._timeout_s, self._pointers, self._host = carrier, timeout_s, pointers, host
+        self._shares = [  # by destination instance
+            [share for share in shares(kv_heads, sides[index], side) if share.src_rank == carrier.rank]
+            for side in sides
+        ]
+        self._slot_bytes = max(slot_bytes(mine, head_bytes) for mine in self._shares)
         self._lock = threading.Lock()  # of the two tables
         self._transfers: dict[int, _Transfer] = {}
         self._roads: dict[int, _Road] = {}  # by destination instance
@@ -110,6 +126,7 @@ class Outbox:
         """Ends all threads, within 5 s."""
         with self._lock:
             roads, self._roads, self._transfers = list(self._roads.values()), {}, {}
+            self._lost.update(self._instance_of.values())  # late credit makes no new road
         for road in roads:
             road.end()
         deadline = time.monotonic() + CLOSE_S
@@ -121,41 +138,49 @@ class Outbox:
         if dst in self._lost:
             return None
         if dst not in self._roads:
-            plan = shares(self._kv_heads, self._sides[self._index], self._sides[dst])
-            mine = [share for share in plan if share.src_rank == self._carrier.rank]
-            self._roads[dst] = _Road(self._carrier, mine, self._head_bytes, self._timeout_s, self._tags, dst)
+            give: _Give
+            if self._host is not None:
+                give = _Servers(self._carrier, self._host)
+            else:
+                give = _Bytes(self._carrier, self._slot_bytes, self._pointers, self._timeout_s)
+            self._roads[dst] = _Road(self._carrier, self._shares[dst], give, self._timeout_s, self._tags, dst)
         return self._roads[dst]
 
 
+class _Give(Protocol):
+    """How a parcel leaves. Called by the thread of a road, but for `end`."""
+
+    def give(self, rank: int, parcel: Parcel, shards: "_Shards") -> None:
+        """Says the parcel and lets it be taken. There is credit for it; blocks only until a slot is free."""
+        ...
+
+    def end(self) -> None:
+        """Ends what blocks; nothing is given any more."""
+        ...
+
+
 class _Road:
-    """To one instance. `shares`: what this rank gives to its ranks."""
+    """To one instance. `mine`: what this rank gives to its ranks."""
 
     def __init__(
         self,
         carrier: Carrier,
         mine: Sequence[Share],
-        head_bytes: int,
+        give: _Give,
         timeout_s: float,
         tags: "itertools.count[int]",
         dst: int,
     ) -> None:
-        self._carrier, self._shares, self._timeout_s, self._tags = carrier, mine, timeout_s, tags
-        self._head_bytes = head_bytes
+        self._carrier, self._shares, self._give, self._timeout_s, self._tags = carrier, mine, give, timeout_s, tags
         self.units: queue.SimpleQueue[tuple[_Transfer, Unit] | None] = queue.SimpleQueue()
         self._changed = threading.Condition()  # of all below
         self._credits = {share.dst_rank: 0 for share in mine}
-        self._rings: dict[int, Ring] = {}  # made with the first credit
         self._ended = False
         self.thread = threading.Thread(target=self._work, name=f"outbox-{dst}", daemon=True)
         self.thread.start()
 
     def credit(self, rank: int, parcels: int) -> None:
         with self._changed:
-            if rank not in self._credits or self._ended:
-                return
-            if rank not in self._rings:
-                widest = max(share.stop - share.start for share in self._shares if share.dst_rank == rank)
-                self._rings[rank] = Ring(SLOTS, widest * self._head_bytes)
             self._credits[rank] += parcels
             self._changed.notify_all()
 
@@ -166,8 +191,8 @@ class _Road:
     def end(self) -> None:
         with self._changed:
             self._ended = True
-            self._rings.clear()  # quarantined: the carrier keeps what is on its way
             self._changed.notify_all()
+        self._give.end()
         self.units.put(None)
 
     def _work(self) -> None:
@@ -179,63 +204,128 @@ class _Road:
                 self._send(transfer, unit)
             except Exception as error:  # of one transfer; the thread has others to serve
                 _log.debug("transfer %d", transfer.key, exc_info=True)
-                if not transfer.closed:
+                if not (transfer.closed or self._ended):
                     transfer.closed = True
                     transfer.failed(f"{type(error).__name__}: {error}")
             del item, unit  # or the last unit would stay in device memory until the next comes
 
     def _send(self, transfer: _Transfer, unit: Unit) -> None:
-        held = _held(jax.block_until_ready(unit.kv))
+        shards = _shards(jax.block_until_ready(unit.kv))
         for share in self._shares:
-            slot = self._slot(transfer, share.dst_rank)
-            if slot is None:
+            if not self._room(transfer, share.dst_rank):
                 return
             parcel = Parcel(unit.header, share.start, share.stop, next(self._tags), self._carrier.now())
-            buffer = slot[: parcel.nbytes]
-            fill(buffer, parcel, held)
-            self._carrier.tell(share.dst_rank, dataclasses.replace(parcel, sent_s=self._carrier.now()))
-            self._carrier.ship(share.dst_rank, parcel.tag, buffer, self._given_back(share.dst_rank, slot))
+            self._give.give(share.dst_rank, parcel, shards)
 
-    def _slot(self, transfer: _Transfer, rank: int) -> np.ndarray | None:
-        """Waits for room at the destination and a slot here; None if the transfer ends first."""
-
-        def ready() -> bool:
-            return self._ended or transfer.closed or (self._credits[rank] > 0 and self._rings[rank].free > 0)
-
+    def _room(self, transfer: _Transfer, rank: int) -> bool:
+        """Waits for credit of the destination; False if the transfer ends first."""
         with self._changed:
-            if not self._changed.wait_for(ready, self._timeout_s):
+            if not self._changed.wait_for(
+                lambda: self._ended or transfer.closed or self._credits[rank] > 0, self._timeout_s
+            ):
                 raise TimeoutError(f"rank {rank} had no room for a parcel within {self._timeout_s:g} s")
             if self._ended or transfer.closed:
-                return None
+                return False
             self._credits[rank] -= 1
-            return self._rings[rank].take()
+            return True
 
-    def _given_back(self, rank: int, slot: np.ndarray) -> Callable[[Exception | None], None]:
-        def done(error: Exception | None) -> None:
-            if error is not None:  # the rank is dead, of which rank 0 tells
-                _log.debug("a parcel to rank %d did not arrive: %s", rank, error)
+
+class _Bytes:
+    """Through a ring of host memory for each destination rank, or straight from a shard that goes as it is."""
+
+    def __init__(self, carrier: Carrier, slot_bytes: int, pointers: bool, timeout_s: float) -> None:
+        self._carrier, self._slot_bytes, self._pointers, self._timeout_s = carrier, slot_bytes, pointers, timeout_s
+        self._changed = threading.Condition()  # of all below
+        self._rings: dict[int, Ring] = {}
+        self._ended = False
+
+    def give(self, rank: int, parcel: Parcel, shards: "_Shards") -> None:
+        if self._pointers and (whole := _whole(parcel, shards)) is not None:
+            parcel = dataclasses.replace(parcel, padded=True, sent_s=self._carrier.now())
+            self._carrier.tell(rank, parcel)
+            self._carrier.ship(rank, parcel.tag, pointer(whole), lambda error: _log_lost(rank, error))
+            return
+        slot = self._slot(rank)
+        if slot is not None:
+            buffer = slot[: parcel.nbytes]
+            fill(buffer, parcel, shards)
+            self._carrier.tell(rank, dataclasses.replace(parcel, sent_s=self._carrier.now()))
+            self._carrier.ship(rank, parcel.tag, buffer, lambda error: self._given_back(rank, slot, error))
+
+    def end(self) -> None:
+        with self._changed:
+            self._ended = True
+            self._rings.clear()  # quarantined: the carrier keeps what is on its way
+            self._changed.notify_all()
+
+    def _slot(self, rank: int) -> np.ndarray | None:
+        """Waits for a slot, which is free soon: the destination has room for what was sent before. None at the end."""
+        if rank not in self._rings:
+            ring = Ring(SLOTS, self._slot_bytes)
             with self._changed:
-                if rank in self._rings:
-                    self._rings[rank].give(slot)
-                    self._changed.notify_all()
+                if not self._ended:
+                    self._rings[rank] = ring
+        with self._changed:
+            if not self._changed.wait_for(lambda: self._ended or self._rings[rank].free > 0, self._timeout_s):
+                raise TimeoutError(f"parcels to rank {rank} did not leave within {self._timeout_s:g} s")
+            return None if self._ended else self._rings[rank].take()
 
-        return done
+    def _given_back(self, rank: int, slot: np.ndarray, error: Exception | None) -> None:
+        _log_lost(rank, error)
+        with self._changed:
+            if not self._ended:
+                self._rings[rank].give(slot)
+                self._changed.notify_all()
 
 
-def _held(kv: jax.Array) -> dict[int, np.ndarray]:
-    """First head -> the host's view of a shard of this process, [layers, 2, T, K_local, H]; replicas once."""
-    shards = {(shard.index[3].start or 0): shard.data for shard in kv.addressable_shards}
-    return {first: np.asarray(data) for first, data in shards.items()}
+class _Servers:
+    """By a transfer server for each destination rank."""
+
+    def __init__(self, carrier: Carrier, host: str) -> None:
+        self._carrier, self._host = carrier, host
+        self._sources: dict[int, Source] = {}
+
+    def give(self, rank: int, parcel: Parcel, shards: "_Shards") -> None:
+        parcel = dataclasses.replace(parcel, padded=True)
+        array = _whole(parcel, shards)
+        device = next(iter(shards.values())).device
+        if array is None:
+            host = np.empty(parcel.shape, parcel.unit.dtype)
+            fill(host.reshape(-1).view(np.uint8), parcel, shards)
+            array = jax.device_put(host, device)
+        if rank not in self._sources:
+            self._sources[rank] = Source(device, self._host)
+        source = self._sources[rank]
+        offer = Offer(source.server.address(), source.register([array]))
+        self._carrier.tell(rank, dataclasses.replace(parcel, offer=offer, sent_s=self._carrier.now()))
+
+    def end(self) -> None:
+        self._sources = {}
 
 
-def fill(buffer: np.ndarray, parcel: Parcel, held: dict[int, np.ndarray]) -> None:
-    """Writes a parcel's heads, without padding, into `buffer` [bytes]."""
-    header = parcel.unit
-    layers, two, _, _, dim = header.shape
-    heads = parcel.stop - parcel.start
-    view = buffer.view(np.dtype(header.dtype)).reshape(layers, two, header.tokens, heads, dim)
-    for first, shard in held.items():
+def _log_lost(rank: int, error: Exception | None) -> None:
+    if error is not None:  # the rank is dead, of which rank 0 tells
+        _log.debug("a parcel to rank %d did not arrive: %s", rank, error)
+
+
+_Shards = dict[int, jax.Array]  # first head -> a shard of this process, [layers, 2, T, K_local, H]; replicas once
+
+
+def _shards(kv: jax.Array) -> _Shards:
+    return {(shard.index[3].start or 0): shard.data for shard in kv.addressable_shards}
+
+
+def _whole(parcel: Parcel, shards: _Shards) -> jax.Array | None:
+    """The shard that has exactly a parcel's heads."""
+    shard = shards.get(parcel.start)
+    return shard if shard is not None and shard.shape[3] == parcel.stop - parcel.start else None
+
+
+def fill(buffer: np.ndarray, parcel: Parcel, shards: _Shards) -> None:
+    """Writes a parcel's array into `buffer` [bytes]."""
+    view = buffer.view(np.dtype(parcel.unit.dtype)).reshape(parcel.shape)
+    for first, shard in shards.items():
         start, stop = max(parcel.start, first), min(parcel.stop, first + shard.shape[3])
         if start < stop:
-            source = shard[:, :, : header.tokens, start - first : stop - first]
+            source = np.asarray(shard)[:, :, : view.shape[2], start - first : stop - first]
             view[:, :, :, start - parcel.start : stop - parcel.start] = source

@@ -2,13 +2,18 @@
 
 A unit (`pdjax.transfer.base`) crosses as parcels: the heads [start, stop) that one source rank gives to one destination
 rank, [layers, 2, tokens, heads, H] without padding, contiguous, as bytes. A `Parcel` is said first, its bytes follow
-under its tag. A destination gives every source rank `Credit` for as many parcels as it has buffers for; a source
-without credit waits. Called by `pdjax.mpi.rank`.
+under its tag. Arrays that go from device to device as they are have their padding with them. A destination gives every
+source rank `Credit` for as many parcels as it has buffers for; a source without credit waits. Called by
+`pdjax.mpi.part`.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Protocol
+
+import ml_dtypes  # noqa: F401  bfloat16 as a numpy dtype
+import numpy as np
 
 from pdjax.transfer.base import UnitHeader
 
@@ -28,7 +33,7 @@ class Side:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Offer:
-    """Where a transfer server has a parcel's array (`pdjax.transfer.jax_transfer`), in place of bytes under a tag."""
+    """Where a transfer server has a parcel's array (`pdjax.transfer.pulls`), in place of bytes under a tag."""
 
     address: str
     number: int
@@ -44,6 +49,7 @@ class Parcel:
         tag: of the bytes, among those from this rank.
         sent_s: when they began to move, on rank 0's clock.
         offer: then the destination pulls, and no bytes follow.
+        padded: all T tokens cross.
     """
 
     unit: UnitHeader
@@ -52,11 +58,18 @@ class Parcel:
     tag: int
     sent_s: float
     offer: Offer | None = None
+    padded: bool = False
+
+    @property
+    def shape(self) -> tuple[int, int, int, int, int]:
+        """Of the array that crosses, [layers, 2, tokens, heads, H]."""
+        layers, two, T, _, dim = self.unit.shape
+        return layers, two, T if self.padded else self.unit.tokens, self.stop - self.start, dim
 
     @property
     def nbytes(self) -> int:
-        """Bytes that follow: no padding."""
-        return self.unit.nbytes // self.unit.shape[3] * (self.stop - self.start)
+        """Bytes of that array."""
+        return math.prod(self.shape) * np.dtype(self.unit.dtype).itemsize
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
