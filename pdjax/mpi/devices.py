@@ -86,7 +86,7 @@ def join_ranks(communicator: Any, one_host: bool) -> None:
     with contextlib.ExitStack() as held:
         address = None
         if communicator.rank == 0:
-            host = "127.0.0.1" if one_host else _address()
+            host = "127.0.0.1" if one_host else host_address()
             address = f"{host}:{held.enter_context(free_port(host))}"
         address = communicator.bcast(address)
         jax.distributed.initialize(address, communicator.size, communicator.rank, initialization_timeout=60)
@@ -125,7 +125,7 @@ def _gpus() -> int:
     return len(glob.glob("/dev/nvidia[0-9]*"))
 
 
-def _address() -> str:
+def host_address() -> str:
     """Of this host, as others reach it: that of the interface that leads away from it."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         try:

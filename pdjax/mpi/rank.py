@@ -26,6 +26,7 @@ from pdjax.models.config import ModelConfig
 from pdjax.models.sharding import meshes_over_ranks, split
 from pdjax.models.source import resolve
 from pdjax.mpi import ends, words
+from pdjax.mpi.devices import host_address
 from pdjax.mpi.line import Line
 from pdjax.mpi.part import Part
 from pdjax.mpi.start import Job
@@ -51,6 +52,7 @@ class _Rank:
         self._part: Part | None = None
         self._survives = job.survives
         self._index = job.layout.instance_of(job.post.rank)
+        self._one_host = len({facts.host for facts in job.facts}) == 1
         self._line = Line(job.post, job.layout, job.offset_s, self._heard, self._lost)
 
     def serve(self) -> tuple[int, bool]:
@@ -81,9 +83,18 @@ class _Rank:
         sides, K = [side_of(model, other) for other in build.specs], model.num_kv_heads
         longest = max(wire_buckets(max(other.max_chunk for other in build.specs)))
         head_bytes = instance.unit_bytes(longest) // K
-        outbox = Outbox(self._line, sides, self._index, K, head_bytes, build.transfer_timeout_s, build.engine << 24)
+        host = None  # of transfer servers
+        if build.transfer == "jax_transfer":
+            host = "127.0.0.1" if self._one_host else host_address()
+        line, index, timeout_s, first_tag = self._line, self._index, build.transfer_timeout_s, build.engine << 24
         shardings, dtype = instance.kv_shardings, str(instance.kv_dtype)
-        inbox = Inbox(self._line, sides, self._index, shardings, K, model.head_dim, dtype, head_bytes)
+        try:
+            outbox = Outbox(line, sides, index, K, head_bytes, timeout_s, first_tag, host=host)
+            inbox = Inbox(
+                line, sides, index, shardings, K, model.head_dim, dtype, head_bytes, host=host, timeout_s=timeout_s
+            )
+        except ValueError as error:
+            return str(error)
         self._part = Part(self._line, instance, outbox, inbox, model.num_layers, ends.crash)
         return None
 
