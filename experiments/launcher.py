@@ -52,7 +52,7 @@ def control_latency(engine: Any) -> str | None:
     if head is None or not engine.specs[0].ranks:
         return None
     times = ", ".join(f"rank {rank} {1e3 * seconds:.2f} ms" for rank, seconds in engine.cluster.latency().items())
-    return f"control latency, there and back: {times}"
+    return f"control latency, there and back: {times}; KV by {engine.cluster.roads[engine.specs[0].ranks[0]]}"
 
 
 def _parse(argv: Sequence[str]) -> list[str]:

@@ -91,7 +91,7 @@ def serve(
         console.print(f"[bold]{name}[/bold]")
         with _engine(config, console, make_engine or pdjax.Engine) as engine:
             if (said := launcher.control_latency(engine)) is not None:
-                console.print(said, highlight=False)
+                console.print(said, highlight=False, soft_wrap=True)
             reports[name] = _play(engine, workload, console, answers=not entries).without(warmup_requests)
             console.print(_outcome(reports), highlight=False)
             entries.append(

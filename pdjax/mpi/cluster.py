@@ -55,6 +55,7 @@ class MpiCluster:
         self._in_flight: Counter[int] = Counter()  # instance -> iterations
         self._lost: set[int] = set()
         self._closed = False
+        self.roads: dict[int, str] = {}  # by rank: how KV crosses, and why so
         self.late: list[int] = []  # ranks that did not end their part within CLOSE_S
         self._answers: dict[int, Any] = {}  # rank -> Built, Warmed or Ended
         self._progress: dict[int, words.Progress] = {}
@@ -74,6 +75,7 @@ class MpiCluster:
         for rank, answer in self._ask(self._build, check).items():
             if answer.error is not None:
                 raise ValueError(f"rank {rank}: {answer.error}")
+            self.roads[rank] = answer.road
 
     def now(self) -> float:
         return self._line.now()

@@ -33,8 +33,10 @@ from pdjax.mpi.start import Job
 from pdjax.transfer.inbox import Inbox
 from pdjax.transfer.outbox import Outbox
 from pdjax.transfer.parcel import Credit, Parcel, Side
+from pdjax.transfer.pointers import cuda_aware, self_test
 
 CLOSE_S = 5.0
+TEST_S = 10.0  # for a device array to cross at the start
 _PROGRESS_S = 0.1  # between two reports of a warm-up
 _log = logging.getLogger("pdjax")
 
@@ -60,7 +62,7 @@ class _Rank:
             match self._todo.get():
                 case words.Build() as build:
                     self._line.epoch = build.engine
-                    self._line.tell(0, words.Built(self._build(build)))
+                    self._line.tell(0, self._build(build))
                 case words.Warm():
                     self._warm()
                 case words.EndEngine():
@@ -70,8 +72,8 @@ class _Rank:
                     self._close()
                     return status, self._line.close(CLOSE_S)
 
-    def _build(self, build: words.Build) -> str | None:
-        """Makes this rank's part; returns why it cannot."""
+    def _build(self, build: words.Build) -> words.Built:
+        """Makes this rank's part, or says why it cannot."""
         model, spec = self._source.config, build.specs[self._index]
         use_cache(build.compilation_cache)
         try:
@@ -79,24 +81,41 @@ class _Rank:
             weights = load(self._source, meshes, build.dtype)
             self._instance = instance = instance_of(spec, build.specs, model, weights, meshes, build.stream_layers)
         except ValueError as error:
-            return str(error)
+            return words.Built(str(error))
         sides, K = [side_of(model, other) for other in build.specs], model.num_kv_heads
         longest = max(wire_buckets(max(other.max_chunk for other in build.specs)))
         head_bytes = instance.unit_bytes(longest) // K
         host = None  # of transfer servers
         if build.transfer == "jax_transfer":
             host = "127.0.0.1" if self._one_host else host_address()
+        pointers, road = self._road(build)
         line, index, timeout_s, first_tag = self._line, self._index, build.transfer_timeout_s, build.engine << 24
         shardings, dtype = instance.kv_shardings, str(instance.kv_dtype)
         try:
-            outbox = Outbox(line, sides, index, K, head_bytes, timeout_s, first_tag, host=host)
+            outbox = Outbox(line, sides, index, K, head_bytes, timeout_s, first_tag, pointers, host)
             inbox = Inbox(
-                line, sides, index, shardings, K, model.head_dim, dtype, head_bytes, host=host, timeout_s=timeout_s
+                line, sides, index, shardings, K, model.head_dim, dtype, head_bytes, pointers, host, timeout_s
             )
         except ValueError as error:
-            return str(error)
+            return words.Built(str(error))
         self._part = Part(self._line, instance, outbox, inbox, model.num_layers, ends.crash)
-        return None
+        return words.Built(road=road)
+
+    def _road(self, build: words.Build) -> tuple[bool, str]:
+        """Whether device memory goes to MPI as it is, and how KV crosses, in words. What the library says of itself is
+        proven: each rank sends its neighbour a device array."""
+        if build.transfer == "jax_transfer":
+            return False, "transfer servers of JAX"
+        aware, why = cuda_aware()
+        ranks = [rank for spec in build.specs for rank in spec.ranks]
+        if aware:
+            at = ranks.index(self._line.rank)
+            before, after = ranks[at - 1], ranks[(at + 1) % len(ranks)]
+            wrong = self_test(self._line, before, after, jax.local_devices()[0], TEST_S)
+            aware, why = wrong is None, why if wrong is None else f"{why}, but {wrong}"
+        road = f"MPI, {'device pointers' if aware else 'through host memory'} ({why})"
+        _log.info("rank %d sends KV by %s", self._line.rank, road)
+        return aware, road
 
     def _warm(self) -> None:
         """In the lane's thread, like all that touches the instance."""

@@ -99,9 +99,10 @@ class Goodbye:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Built:
-    """`error`: a ValueError's text if the engine cannot be built here."""
+    """`error`: a ValueError's text if the engine cannot be built here; `road`: how KV will cross, and why so."""
 
     error: str | None = None
+    road: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
