@@ -31,6 +31,11 @@ def end_alone() -> None:
     _alone.set()
 
 
+def survivable() -> bool:
+    """Whether mpirun lets the other ranks go on when one dies (`--with-ft ulfm`)."""
+    return os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112  so mpirun spells it
+
+
 def crash(error: BaseException) -> NoReturn:
     """Prints the traceback, then ends the process, and with it the job unless `end_alone` was called. From any thread;
     takes less than 5 s."""

@@ -3,12 +3,14 @@
 Enters: a configuration. Leaves: on rank 0 what `main` returns; the other ranks serve, and leave with its status.
 """
 
+import contextlib
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from pdjax.config import EngineConfig
@@ -20,6 +22,14 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # for rank 0 to tell what is wrong, before mpirun ends the job
 CLOSE_S = 5.0
+START_S = 60.0
+_WATCHDOG = """
+import os, select, signal, sys
+if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:
+    print(sys.argv[2], file=sys.stderr, flush=True)
+    for pid in sys.argv[3:]:
+        os.kill(int(pid), signal.SIGTERM)
+"""
 T = TypeVar("T")
 _head: "Head | None" = None
 
@@ -63,7 +73,8 @@ def run(main: Callable[[], T], config: EngineConfig) -> T:
         import mpi4py
 
         mpi4py.rc.finalize = False  # where ranks are lost it would wait for them
-        from mpi4py import MPI
+        with _deadline():
+            from mpi4py import MPI  # which waits for all ranks
     except ImportError as error:
         raise ValueError(
             f"transfer is {config.transfer!r}; allowed with mpi4py (pip install pdjax[mpi]): {error}"
@@ -79,6 +90,24 @@ def run(main: Callable[[], T], config: EngineConfig) -> T:
         _finalize(2)
         raise SystemExit(2) from error
     return _control(job, main) if world.rank == 0 else _follow(job, config)
+
+
+@contextlib.contextmanager
+def _deadline() -> Iterator[None]:
+    """Ends this process, with a line, if MPI takes longer than START_S to start. From outside of it: mpi4py keeps the
+    interpreter's lock until all ranks have come, so no thread of this process could."""
+    line = (
+        f"error: rank {rank_here()} has waited for the other ranks for {START_S:g} s; those that do not say this did "
+        "not come"
+    )
+    # With ULFM mpirun goes on without this process: it is told to end as well.
+    ended = [os.getppid(), os.getpid()] if ends.survivable() else [os.getpid()]
+    command = [sys.executable, "-I", "-S", "-c", _WATCHDOG, str(START_S), line, *map(str, ended)]
+    watchdog = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        yield
+    finally:
+        watchdog.communicate()
 
 
 def _control(job: "Job", main: Callable[[], T]) -> T:

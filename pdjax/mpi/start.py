@@ -25,7 +25,7 @@ import numpy as np
 
 from pdjax.codec import decode, encode
 from pdjax.config import EngineConfig
-from pdjax.mpi import devices, facts, pin
+from pdjax.mpi import devices, ends, facts, pin
 from pdjax.mpi.facts import Facts
 from pdjax.mpi.layout import Layout, check_size, layout_of
 from pdjax.mpi.post import Post
@@ -95,9 +95,8 @@ def start(world: Any, config: EngineConfig) -> Job:
     control, data = world.Dup(), world.Dup()
     for communicator in (world, control, data):
         communicator.Set_errhandler(MPI.ERRORS_RETURN)
-    survives = os.environ.get("OMPI_MCA_mpi_ft_enable") == "1"  # noqa: SIM112  so mpirun --with-ft ulfm spells it
-    post = MpiPost(control, data, survives, float(config.peer_timeout_s))
-    return Job(post, layout, everybody, own.offset_s, survives)
+    post = MpiPost(control, data, ends.survivable(), float(config.peer_timeout_s))
+    return Job(post, layout, everybody, own.offset_s, ends.survivable())
 
 
 def job_layout(config: EngineConfig) -> Layout:

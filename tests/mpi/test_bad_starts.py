@@ -55,3 +55,17 @@ def test_an_exception_on_rank_0_ends_the_job_with_its_traceback(tmp_path):
     job = run(3, str(script))
     assert job.status not in (0, 2)
     assert "KeyError: 'boom'" in job.err and "up" in job.out
+
+
+def test_ranks_do_not_wait_for_one_that_never_comes(tmp_path):
+    script = tmp_path / "late.py"
+    script.write_text(
+        "import os, signal, pdjax, pdjax.mpi.job\n"
+        "if pdjax.mpi.rank_here() == 2:\n"
+        "    signal.pause()\n"
+        "pdjax.mpi.job.START_S = 1\n"
+        "pdjax.mpi.run(print, pdjax.EngineConfig(model='tiny', transfer='mpi'))\n"
+    )
+    job = run(3, str(script), survive=True)  # where mpirun would let the one go on without the others
+    assert job.status != 0
+    assert job.said and re.search(r"rank [01] has waited for the other ranks for 1 s", job.said[0]), job.err
