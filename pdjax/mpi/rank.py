@@ -76,6 +76,7 @@ class _Rank:
         """Makes this rank's part, or says why it cannot."""
         model, spec = self._source.config, build.specs[self._index]
         use_cache(build.compilation_cache)
+        pointers, road = self._road(build)  # all ranks are here now; their weights take unequal times
         try:
             meshes = meshes_over_ranks(model, _devices(spec), spec.pp)
             weights = load(self._source, meshes, build.dtype)
@@ -88,7 +89,6 @@ class _Rank:
         host = None  # of transfer servers
         if build.transfer == "jax_transfer":
             host = "127.0.0.1" if self._one_host else host_address()
-        pointers, road = self._road(build)
         line, index, timeout_s, first_tag = self._line, self._index, build.transfer_timeout_s, build.engine << 24
         shardings, dtype = instance.kv_shardings, str(instance.kv_dtype)
         try:
