@@ -341,10 +341,12 @@ class Inbox:
                 )
             transfer.filled[layer] = header.start + header.tokens
         sharding = self._shardings[header.layer]
-        devices = sharding.addressable_devices_indices_map(header.shape)
-        hosts = [assembly.shards[index[3].start or 0] for index in devices.values() if index is not None]
-        placed = jax.device_put(hosts, list(devices))
-        kv = jax.make_array_from_single_device_arrays(header.shape, sharding, placed)
+
+        def shard(index: Any) -> Any:
+            return assembly.shards[index[3].start or 0]
+
+        # A fifth of what `jax.device_put` costs in Python.
+        kv = jax.make_array_from_callback(header.shape, sharding, shard)
         transfer.deliver(Unit(header, kv, (assembly.sent_s, assembly.arrived_s)))
 
     def _check(self, transfer: _Transfer, header: UnitHeader) -> None:
@@ -364,7 +366,10 @@ class Inbox:
         shape = sharding.shard_shape(header.shape)
         indices = sharding.addressable_devices_indices_map(header.shape).values()
         firsts = {index[3].start or 0 for index in indices if index is not None}
-        return {first: aligned(shape, header.dtype) for first in firsts}
+        shards = {first: aligned(shape, header.dtype) for first in firsts}
+        for shard in shards.values():
+            shard[:, :, header.tokens :] = 0
+        return shards
 
     def _holder(self, parcel: Parcel) -> jax.Device | None:
         """A device that holds exactly what a parcel brings."""

@@ -65,9 +65,9 @@ def join(parts: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def aligned(shape: Sequence[int], dtype: Any) -> np.ndarray:
-    """Zeros in memory that a CPU device takes over without a copy (64-byte aligned)."""
+    """An array that is still to be filled, in memory that a CPU device takes over without a copy (64-byte aligned)."""
     nbytes = int(np.prod(shape)) * np.dtype(dtype).itemsize
-    raw = np.zeros(nbytes + 64, np.uint8)
+    raw = np.empty(nbytes + 64, np.uint8)
     offset = -raw.ctypes.data % 64
     return raw[offset : offset + nbytes].view(dtype).reshape(shape)
 
