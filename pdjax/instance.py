@@ -2,9 +2,11 @@
 units of peers, through one lane thread. Leaves: tokens (as `Pending`, still being computed) and KV units.
 
 An instance obeys: pages and slots come with the commands, it checks none of them. Nothing here waits for a device but
-`Pending.wait`. The host side of a pass is numpy only: one packed vector goes to each stage, one array of tokens comes
-back, and every other value stays on the devices: activations go from stage to stage, the last token of each row from
-the last stage to the first. So the first stage starts the next chunk while later ones compute this one.
+`Pending.wait`; over several processes `run` may wait, too, until the others have come to the same pass: on a CPU that
+stands idle a short program runs in its caller's thread, its collectives included. The host side of a pass is numpy
+only: one packed vector goes to each stage, one array of tokens comes back, and every other value stays on the devices:
+activations go from stage to stage, the last token of each row from the last stage to the first. So the first stage
+starts the next chunk while later ones compute this one.
 """
 
 import dataclasses
