@@ -8,6 +8,7 @@ it is kept until the carrier is done with it, and only an array that nobody else
 import ctypes
 import dataclasses
 import os
+import sys
 import threading
 from collections.abc import Mapping
 from typing import Any
@@ -51,11 +52,16 @@ def cuda_aware(library: Any = None, environ: Mapping[str, str] | None = None) ->
         if environ.get(name) == "1":
             return True, f"{name} is 1"
     try:
-        query = (ctypes.CDLL(None) if library is None else library).MPIX_Query_cuda_support
+        query = (_library() if library is None else library).MPIX_Query_cuda_support
     except AttributeError:
         return False, "the MPI library does not know MPIX_Query_cuda_support"
     said = int(query())
     return said == 1, f"MPIX_Query_cuda_support says {said}"
+
+
+def _library() -> Any:
+    """Python loads libmpi where only mpi4py's own module sees it: what is asked of that is looked up in both."""
+    return ctypes.CDLL(sys.modules["mpi4py.MPI"].__file__)
 
 
 def self_test(carrier: Carrier, before: int, after: int, device: jax.Device, timeout_s: float) -> str | None:
@@ -70,8 +76,12 @@ def self_test(carrier: Carrier, before: int, after: int, device: jax.Device, tim
         errors.append(error)
         both.release()
 
-    carrier.fetch(before, TEST_TAG, pointer(got), done)
-    carrier.ship(after, TEST_TAG, pointer(sent), done)
+    try:
+        room, gift = pointer(got), pointer(sent)
+    except RuntimeError as error:  # not every backend tells addresses
+        return f"{type(error).__name__}: {error}"
+    carrier.fetch(before, TEST_TAG, room, done)
+    carrier.ship(after, TEST_TAG, gift, done)
     if not all(both.acquire(timeout=timeout_s) for _ in range(2)):
         return f"no answer of ranks {before} and {after} within {timeout_s:g} s"
     for error in errors:

@@ -1,5 +1,7 @@
 """Device pointers: what the MPI library is asked, and the test that bytes cross by their address."""
 
+import subprocess
+import sys
 import threading
 import types
 
@@ -25,6 +27,16 @@ from tests.mpi.posts import FakeNetwork
 def test_the_library_is_asked_in_its_own_way(said, environ, answer):
     library = types.SimpleNamespace() if said is None else types.SimpleNamespace(MPIX_Query_cuda_support=lambda: said)
     assert pointers.cuda_aware(library, environ) == answer
+
+
+def test_the_library_that_mpi4py_has_loaded_is_found():
+    pytest.importorskip("mpi4py")
+    script = (
+        "import mpi4py; mpi4py.rc.initialize = False\n"
+        "from mpi4py import MPI; from pdjax.transfer import pointers; print(pointers.cuda_aware(environ={}))"
+    )
+    said = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True).stdout
+    assert "MPIX_Query_cuda_support says" in said
 
 
 @pytest.mark.parametrize("broken", [False, True])
