@@ -53,7 +53,7 @@ class MpiCluster:
         self._changed = threading.Condition()  # guards all below; told when an answer of the start or end has come
         self._moves = Moves(self.specs, self._line.tell_all, self.post, self.now, build.verify_kv)
         self._in_flight: Counter[int] = Counter()  # instance -> iterations
-        self._lost: set[int] = set()
+        self._lost: dict[int, str] = {}  # instance -> why
         self._closed = False
         self.roads: dict[int, str] = {}  # by rank: how KV crosses, and why so
         self.late: list[int] = []  # ranks that did not end their part within CLOSE_S
@@ -145,7 +145,7 @@ class MpiCluster:
             if index in self._lost:
                 return
             _log.warning("instance %d is lost: %s", index, why)
-            self._lost.add(index)
+            self._lost[index] = why
             ranks = self.specs[index].ranks
             self._line.give_up(index)
             for other in ranks:  # the rank itself too: it may only have been silent
@@ -189,7 +189,7 @@ class MpiCluster:
             ):
                 check()
             if self._lost:
-                raise RuntimeError(f"instances {sorted(self._lost)} are lost; an engine needs all of them to start")
+                raise RuntimeError(f"{'; '.join(self._lost.values())}: an engine needs all of its ranks to start")
             return dict(self._answers)
 
     def _heard(self, rank: int, word: Any) -> None:

@@ -6,6 +6,7 @@ where the job does not survive losses, all end together: MPI aborts. Else the ot
 and must notice: they notice SIGKILL, but not an exit with status 1.
 """
 
+import atexit
 import logging
 import os
 import signal
@@ -17,6 +18,7 @@ from types import TracebackType
 from typing import NoReturn
 
 _ABORT_S = 3.0  # for MPI to end the job; then this process kills itself
+_EXIT_S = 5.0  # for the interpreter to end
 _alone = threading.Event()
 
 
@@ -24,6 +26,13 @@ def install() -> None:
     """From now on an exception that nobody catches, in any thread, is a `crash`."""
     sys.excepthook = _of_main
     threading.excepthook = _of_thread
+
+
+def uninstall() -> None:
+    """The job is over: exceptions are this process's own matter again. It ends, though, when it wants to: what is left
+    of a job that lost ranks does not keep it."""
+    sys.excepthook, threading.excepthook = sys.__excepthook__, threading.__excepthook__
+    atexit.register(_end_soon)
 
 
 def end_alone() -> None:
@@ -69,6 +78,14 @@ def _abort() -> None:
     # An abort goes through the launcher's daemons; it must not hang with them.
     threading.Thread(target=_kill_later, name="abort", daemon=True).start()
     mpi.COMM_WORLD.Abort(1)
+
+
+def _end_soon() -> None:
+    """At the end of the interpreter, whose status this is too late to change but for 0 and what an exception gave."""
+    status = 0 if not hasattr(sys, "last_value") else 1
+    watchdog = threading.Timer(_EXIT_S, leave, (status,))
+    watchdog.daemon = True
+    watchdog.start()
 
 
 def _kill_later() -> None:

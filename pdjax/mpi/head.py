@@ -72,7 +72,7 @@ class Head:
     def check_whole(self) -> None:
         """RuntimeError if a rank was lost: no other engine can start."""
         if self.lost:
-            raise RuntimeError(f"ranks are lost: {self.lost}; an engine needs all of them to start")
+            raise RuntimeError(f"{'; '.join(self.lost.values())}: an engine needs all of its ranks to start")
 
     def goodbye(self, status: int, timeout_s: float) -> bool:
         """Tells every rank to end, and ends the post's thread. Ranks of this host that are silent are killed, or mpirun

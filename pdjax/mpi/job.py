@@ -32,6 +32,7 @@ if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:
 """
 T = TypeVar("T")
 _head: "Head | None" = None
+_ran = False
 
 
 def current() -> "Head | None":
@@ -61,8 +62,13 @@ def run(main: Callable[[], T], config: EngineConfig) -> T:
     Raises:
         ValueError: on rank 0, if the ranks cannot work together; the others leave with status 2.
     """
+    global _ran
     from pdjax.mpi.start import job_layout, start
 
+    if _ran:
+        raise RuntimeError(
+            "pdjax.mpi.run has been called before; make several engines, one after the other, in one main"
+        )
     if not launched():
         layout = job_layout(config)
         raise ValueError(
@@ -79,6 +85,7 @@ def run(main: Callable[[], T], config: EngineConfig) -> T:
         raise ValueError(
             f"transfer is {config.transfer!r}; allowed with mpi4py (pip install pdjax[mpi]): {error}"
         ) from None
+    _ran = True
     ends.install()
     world = MPI.COMM_WORLD
     try:
@@ -115,19 +122,17 @@ def _control(job: "Job", main: Callable[[], T]) -> T:
     global _head
     from pdjax.mpi.head import Head
 
-    _head, status = Head(job.post, job.layout, job.facts, job.survives), 1
+    # What the others end with. What this process makes of an exception is its caller's to decide, and mpirun reports
+    # the status that is not 0.
+    status = 0
+    _head = Head(job.post, job.layout, job.facts, job.survives)
     signal.signal(signal.SIGTERM, _ended_from_outside)
     try:
         result = main()
-        status = 0
     except SystemExit as leaving:
         status = leaving.code if isinstance(leaving.code, int) else int(leaving.code is not None)
         raise
-    except KeyboardInterrupt:
-        status = 130
-        raise
-    except ValueError:
-        status = 2
+    except (KeyboardInterrupt, ValueError):
         raise
     except BaseException as error:
         ends.crash(error)
@@ -135,6 +140,7 @@ def _control(job: "Job", main: Callable[[], T]) -> T:
         head, _head = _head, None
         if head.goodbye(status, CLOSE_S):
             _finalize(status)
+        ends.uninstall()
     return result
 
 

@@ -152,10 +152,12 @@ class _Rank:
                 ends.leave(0)  # which the others see as a loss, and mpirun as no failure of the job
             case words.Build() | words.Warm() | words.EndEngine() | words.Goodbye():
                 self._todo.put(word)
-            case _ if self._part is not None:
+            case _ if (part := self._part) is not None:
                 if self._survives:
                     ends.end_alone()  # the start is over
-                self._part.heard(rank, word)
+                part.heard(rank, word)
+            case words.Gone(instance):
+                self._line.give_up(instance)
             case Parcel():  # of an engine that has just been closed: its bytes are received, and nobody wants them
                 self._line.fetch(rank, word.tag, np.empty(word.nbytes, np.uint8), lambda error: None)
             case Credit():
