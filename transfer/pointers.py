@@ -78,8 +78,8 @@ def self_test(carrier: Carrier, before: int, after: int, device: jax.Device, tim
 
     try:
         room, gift = pointer(got), pointer(sent)
-    except RuntimeError as error:  # not every backend tells addresses
-        return f"{type(error).__name__}: {error}"
+    except RuntimeError as refused:  # not every backend tells addresses
+        return f"{type(refused).__name__}: {refused}"
     carrier.fetch(before, TEST_TAG, room, done)
     carrier.ship(after, TEST_TAG, gift, done)
     if not all(both.acquire(timeout=timeout_s) for _ in range(2)):
