@@ -7,7 +7,6 @@ import pytest
 from tests.mpi.jobs import NEEDS_MPI, alone, mixed, run
 
 SERVE = ("-m", "pdjax.experiments.serve", "--transfer=mpi", "--scheduler=disaggregated", "--model=tiny", "--out=")
-HANDSHAKE_S = 10 + 8  # and what the interpreters need to start on a machine that is busy with other tests
 
 pytestmark = [NEEDS_MPI, pytest.mark.slow]
 
@@ -33,7 +32,6 @@ def test_a_transfer_that_does_not_leave_the_process_is_refused():
 def test_ranks_that_were_started_differently_name_field_and_values():
     job = mixed((2, SERVE), (1, (*SERVE, "--page_size=32")))
     refused(job, r"page_size is '64' on rank 0 \(\S+\) and '32' on rank 2 \(\S+\)")
-    assert job.seconds < HANDSHAKE_S
 
 
 def test_a_rank_without_the_model_is_named():

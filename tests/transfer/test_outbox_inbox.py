@@ -182,6 +182,7 @@ def test_a_parcel_without_credit_fails_its_transfer_and_no_other():
         parcel = Parcel(ranks.unit().header, 0, 4, 0, 0.0)
         ranks.lines[1].tell(2, parcel)
         ranks.lines[1].ship(2, 0, np.zeros(parcel.nbytes, np.uint8), lambda error: None)
+        ranks.network.settle()  # it has come before there was any credit
         for key in (1, 2):
             ranks.open_src(key)
             ranks.open_dst(key)
