@@ -18,12 +18,14 @@ from pdjax.messages import Iteration, StartTransfer
 from pdjax.models import weights
 from pdjax.models.sharding import meshes_over_ranks, shares
 from pdjax.mpi import devices
+from pdjax.request import SamplingParams
 from tests.replicas import SMALL, Driver, prompt, spec, table
 
 # With two ranks, four shards of two kv heads: a head for each rank, twice.
 MODEL = dataclasses.replace(SMALL, num_heads=4, num_kv_heads=2)
 LONG = prompt(1, 29)
 STEPS, CHUNK, KEY = 12, 7, 4
+SAMPLING = SamplingParams(temperature=1.0, seed=5)  # the most likely tokens would soon be one and the same
 STEP = Iteration(0, 0, decode=True)
 
 
@@ -39,7 +41,7 @@ def build(group, pp: int, tp: int) -> Instance:
 
 def in_flight(instance: Instance) -> list[int]:
     """Tokens of a prompt whose passes are all dispatched before the first token is read."""
-    driver = Driver(instance)
+    driver = Driver(instance, sampling=SAMPLING)
     pending = [
         instance.run(Iteration(0, 0, chunks=(driver.part(0, LONG, start, 16),)), driver.units.append)
         for start in (0, 16)
@@ -73,7 +75,7 @@ def move(instance: Instance, streamed) -> dict:
 
 def follow(instance: Instance, request: int, token: int) -> list[int]:
     """The tokens of LONG behind the first, from the KV of a request."""
-    driver = Driver(instance)
+    driver = Driver(instance, sampling=SAMPLING)
     joins, out = (dataclasses.replace(driver.join(1, len(LONG), token), pages=table(instance, request)),), [token]
     while len(out) < STEPS:
         rows = driver.run(joins=joins, decode=True).rows
@@ -85,7 +87,7 @@ def follow(instance: Instance, request: int, token: int) -> list[int]:
 
 def drive(group, instance: Instance) -> dict:
     """All that is looked at."""
-    driver = Driver(instance, chunk=CHUNK)
+    driver = Driver(instance, chunk=CHUNK, sampling=SAMPLING)
     found = {"alone": instance.alone, "tokens": driver.generate(LONG, STEPS), "in flight": in_flight(instance)}
     first = driver.prefill(0, LONG, stream=KEY)
     for rank in range(group.size):  # one after the other: nothing of it may wait for another rank

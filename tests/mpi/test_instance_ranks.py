@@ -5,7 +5,7 @@ import pickle
 import numpy as np
 import pytest
 
-from tests.mpi.instance_job import LONG, MODEL, STEPS
+from tests.mpi.instance_job import LONG, MODEL, SAMPLING, STEPS
 from tests.mpi.jobs import NEEDS_MPI, run
 from tests.replicas import Driver, small, table
 
@@ -27,7 +27,7 @@ def found(tmp_path_factory):
 @pytest.fixture(scope="module")
 def one():
     """The KV of LONG on one device, and its tokens."""
-    driver = Driver(small(model=MODEL, chunk_buckets=(16,), row_buckets=(2,)))
+    driver = Driver(small(model=MODEL, chunk_buckets=(16,), row_buckets=(2,)), sampling=SAMPLING)
     tokens = driver.generate(LONG, STEPS)
     driver.prefill(0, LONG)
     return driver.instance.read_kv(table(driver.instance, 0), len(LONG)), tokens
