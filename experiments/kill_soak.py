@@ -22,6 +22,7 @@ from pdjax import mpi, provenance, report
 from pdjax.config import EngineConfig
 from pdjax.experiments import flags, kills, launcher, mpirun
 from pdjax.models import source
+from pdjax.mpi.start import job_layout
 
 absl_flags.declare_key_flag("model")
 absl_flags.declare_key_flag("out")
@@ -85,7 +86,7 @@ def soak(console: Console) -> list[dict[str, Any]]:
     while len(outcomes) < KILLS.value:
         shape = SHAPES[len(outcomes) % len(SHAPES)]
         with tempfile.NamedTemporaryFile("r") as results:
-            ranks = 1 + shape[0] * shape[1] + shape[2] * shape[3]
+            ranks = job_layout(config(shape)).size
             given = [f"--{name}={absl_flags.FLAGS[name].value}" for name in ("model", "seed", "kills", "requests")]
             argv = [
                 "-m",

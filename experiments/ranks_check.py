@@ -23,6 +23,7 @@ from pdjax import mpi, provenance, report
 from pdjax.config import EngineConfig
 from pdjax.experiments import flags, launcher, mpirun
 from pdjax.models import source
+from pdjax.mpi.start import job_layout
 
 for name in ("model", "seed", "out", "max_tokens"):
     absl_flags.declare_key_flag(name)
@@ -101,8 +102,7 @@ def job(row: str) -> dict[str, Any]:
 
 def run(row: str) -> dict[str, Any]:
     """Runs the job of a row; RuntimeError with what it said if it fails."""
-    one = config(row, 1)
-    n = 1 + one.prefill_instances * one.prefill_ranks + one.decode_instances * one.decode_ranks
+    n = job_layout(config(row, 1)).size
     with tempfile.NamedTemporaryFile("r") as results:
         names = ("model", "seed", "max_tokens", "requests", "longest")
         given = [f"--{name}={absl_flags.FLAGS[name].value}" for name in names]

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 GRACE_S = 2.0  # for rank 0 to tell what is wrong, before mpirun ends the job
 CLOSE_S = 5.0
-START_S = 60.0
+START_S = 60.0  # for every rank to come to a point of the start
 _WATCHDOG = """
 import os, select, signal, sys
 if not select.select([sys.stdin], [], [], float(sys.argv[1]))[0]:

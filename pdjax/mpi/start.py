@@ -27,11 +27,11 @@ from pdjax.codec import decode, encode
 from pdjax.config import EngineConfig
 from pdjax.mpi import devices, ends, facts, pin
 from pdjax.mpi.facts import Facts
+from pdjax.mpi.job import START_S
 from pdjax.mpi.layout import Layout, check_size, layout_of
 from pdjax.mpi.post import Post
 from pdjax.schedulers.base import Traits
 
-START_S = 60.0  # for every rank to come to a point of the start
 _ECHOES = 20
 _log = logging.getLogger("pdjax")
 
