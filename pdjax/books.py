@@ -16,6 +16,7 @@ from pdjax.latency import LatencyModel
 from pdjax.live import Live
 from pdjax.messages import AbortTransfer, Command, InstanceSpec, Role, StartTransfer
 from pdjax.request import Request, State
+from pdjax.traffic import Traffic
 
 
 class Books:
@@ -29,6 +30,7 @@ class Books:
         queue: WAITING and not placed, first come first.
         held: MIGRATING without a transfer: their KV waits on the prefill side.
         backlog: some held request found no room.
+        traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
     """
@@ -47,6 +49,7 @@ class Books:
         self.queue: list[Live] = []
         self.held: list[Live] = []
         self.backlog = False
+        self.traffic = Traffic()
         self.wait = ""
         self.commands: list[Command] = []
         self.transfers: dict[int, Live] = {}

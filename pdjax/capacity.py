@@ -10,7 +10,6 @@ from collections.abc import Iterable
 from typing import Any
 
 from pdjax.books import Books
-from pdjax.latency import Load
 from pdjax.request import SLO
 from pdjax.schedulers.base import InstanceView
 
@@ -48,7 +47,7 @@ def _prefill_tokens(view: InstanceView, ttft_ms: float | None) -> int | None:
 
     def pass_s(tokens: int) -> float:
         chunks = ((tokens, 0),) if tokens else ()
-        return view.latency.iteration_s(view.spec, Load(chunks, view.rows, view.context_tokens, view.max_context))
+        return view.latency.iteration_s(view.spec, view.load.beside(*chunks))
 
     most, limit_s = view.spec.max_chunk, ttft_ms / 1e3
     full = int(limit_s / max(pass_s(most), 1e-9))
@@ -65,8 +64,11 @@ def _rows(view: InstanceView, tpot_ms: float | None) -> int:
     mean = view.context_tokens / view.rows if view.rows else view.spec.max_model_len / 2
 
     def step_s(more: int) -> float:
-        context = view.context_tokens + round((view.incoming + more) * mean)
-        return view.latency.decode_s(view.spec, there + more, context, max(view.max_context, round(mean)))
+        context = round((view.incoming + more) * mean)
+        # Rows that are not here yet are taken to be no longer than those that are.
+        return view.latency.decode_s(
+            view.spec, there + more, view.context_tokens + context, view.attended_tokens + context
+        )
 
     return bisect.bisect_right(range(1, slots + 1), tpot_ms / 1e3, key=step_s)
 

@@ -5,6 +5,7 @@ from typing import Any, Literal
 
 from pdjax.checks import check_whole, is_number
 from pdjax.messages import Role
+from pdjax.request import SLOClass
 
 DTYPES = ("auto", "float32", "bfloat16")
 TRANSFERS = ("device_put", "jax_transfer", "mpi")
@@ -47,6 +48,13 @@ class EngineConfig:
         stream_layers: layers per streamed group; 0 sends a prompt's KV whole after its prefill.
         transfer_timeout_s: a transfer that takes longer is given up, and the request starts over.
         max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
+        slo_classes: kinds of requests with limits of their own, which requests name.
+        admission: take a request in only where its limits, and those of the requests that are there, are predicted to
+            be kept (`pdjax.schedulers.admission`); otherwise it waits, is put into a laxer class, or is rejected.
+        drop_late: reject requests that have not begun and can no longer keep their limits.
+        profile: file of a latency profile (`pdjax.profile`) of this model on this hardware; "": passes are measured
+            briefly at the warm-up.
+        correct: correct the latency models while serving, by what passes and transfers took.
         seed: of sampling, for requests that bring none.
         warmup: compile every program before the first request.
         compilation_cache: folder of JAX's persistent compilation cache; "" turns it off.
@@ -82,6 +90,11 @@ class EngineConfig:
     stream_layers: int = 3
     transfer_timeout_s: float = 60.0
     max_queue: int = 0
+    slo_classes: tuple[SLOClass, ...] = ()
+    admission: bool = False
+    drop_late: bool = False
+    profile: str = ""
+    correct: bool = True
     seed: int = 0
     warmup: bool = True
     compilation_cache: str = "~/.cache/pdjax/xla"
@@ -121,9 +134,10 @@ class EngineConfig:
             check_whole(name, getattr(self, name), 0)
         if self.max_model_len == 1:
             raise ValueError("max_model_len is 1; allowed: 0, or at least 2: a prompt token and an answer")
-        if not isinstance(self.event_log, str):
-            raise ValueError(f"event_log is {self.event_log!r}; allowed: a path as text, or an empty one")
-        for name in ("verify_kv", "pin"):
+        for name in ("event_log", "profile"):
+            if not isinstance(getattr(self, name), str):
+                raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: a path as text, or an empty one")
+        for name in ("verify_kv", "pin", "admission", "drop_late", "correct"):
             if not isinstance(getattr(self, name), bool):
                 raise ValueError(f"{name} is {getattr(self, name)!r}; allowed: True, False")
         for name in ("transfer_timeout_s", "peer_timeout_s"):

@@ -149,6 +149,7 @@ class Controller:
     def _arrive(self, request: Request) -> None:
         waiting = self.books.waiting if self._max_queue else 0
         live = self.books.admit(request)
+        self.books.traffic.arrived(self.books.now, live.context_tokens)
         if self._gone:
             live.note = self._gone
             self._end(live, State.FAILED, "error")
@@ -196,6 +197,7 @@ class Controller:
                 requests=names,
                 host_gap_s=event.host_gap_s,
                 steps=event.steps,
+                predicted_s=flight.predicted_s,
             )
         )
         self.books.freed(lane.passed(event.number))
@@ -233,6 +235,8 @@ class Controller:
                 nbytes=event.nbytes,
                 started_s=event.started_s,
                 finished_s=event.finished_s,
+                streamed=live.place.mode == "stream" and live.place.decode == live.decode_on,
+                predicted_s=self.books.instances[live.place.prefill].latency.transfer_s(event.nbytes),
             )
         )
         _, wanted = self.books.ended(event.key)
@@ -325,6 +329,8 @@ class Controller:
 
     def _end(self, live: Live, state: State, reason: FinishReason) -> None:
         """The user learns of the end now; pages follow when nothing can touch them any more."""
+        if state is State.FINISHED:
+            self.books.traffic.finished(len(live.tokens))
         if live.state in (State.PREEMPTED, State.RESTARTING):
             live.to(state)  # its pages are on their way back already
         else:

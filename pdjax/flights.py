@@ -28,6 +28,7 @@ class Flight:
         rows: slot -> request of the batch that it moves.
         ending: rows for which it is the last step.
         steps: how many it has; a cut makes it fewer.
+        predicted_s: how long it, or one of its steps, was expected to take when it was issued.
         done: how many of them have been reported; `clocked`: are on the lane's clock.
         started_s, ends: when it began and when its steps end, once the cluster has said so.
     """
@@ -36,6 +37,7 @@ class Flight:
     rows: Mapping[int, Live]
     ending: Sequence[Row]
     steps: int
+    predicted_s: float = 0.0
     done: int = 0
     clocked: int = 0
     started_s: float = 0.0
@@ -66,6 +68,7 @@ class Flights:
         self._run: Flight | None = None  # the last one, while more of its steps can still count as issued
         self._issued = 0  # of these
         self._left = 0  # steps that are not reported
+        self._began_s = 0.0  # when the first of them could start
         self._vacant = 0  # places before the run that this event made, and no decision has filled yet
 
     def __len__(self) -> int:
@@ -74,13 +77,25 @@ class Flights:
     def __iter__(self) -> Iterator[Flight]:
         return iter(self._flights)
 
-    def add(self, flight: Flight) -> None:
+    def add(self, flight: Flight, now: float) -> None:
+        if not self._flights:
+            self._began_s = now
         self._flights.append(flight)
         self._left += flight.steps
         if flight.steps > 1:
             self._run, self._issued = flight, 0
         else:
             self.number += 1
+
+    def busy_s(self, now: float) -> float:
+        """Seconds until all that counts as issued is done, as predicted; one that takes longer is about to end."""
+        if not self._flights:
+            return 0.0
+        first, *rest = (flight.predicted_s * min(flight.left, self._most) for flight in self._flights)
+        total = max(0.0, self._began_s + first - now)
+        for seconds in rest:
+            total += seconds
+        return total
 
     @property
     def room(self) -> bool:
@@ -118,9 +133,10 @@ class Flights:
     def started(self, event: RunStarted, now: float) -> None:
         self._flights[0].started_s, self._flights[0].ends = now, event.ends
 
-    def reported(self, event: IterationDone) -> Flight:
+    def reported(self, event: IterationDone, now: float) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self._flights[0]
+        self._began_s = now
         expected = flight.iteration.number + flight.done + event.steps - 1
         if event.number != expected or event.steps > flight.left:
             raise RuntimeError(f"instance {event.instance} reports iteration {event.number} instead of {expected}")

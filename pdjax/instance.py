@@ -200,7 +200,7 @@ class Instance:
         """(name, jitted function, arguments it can be called or lowered with) of every program that serves."""
         heads: set[int] = set()
         for T, B in self.buckets.pairs:
-            load = Load(((T, 0),) if T else (), B, B, min(B, 1))
+            load = Load(((T, 0),) if T else (), B, B, B)
             chunks, rows = self._rehearsal(load)
             shape, programs = self._programs(T, B)
             vector = pack_pass(shape, chunks, rows, dry=True)
@@ -291,11 +291,12 @@ class Instance:
         if not load.rows:
             return chunks, None
         n = load.rows
-        table = table_of(pages[: spec.pages_for(load.max_context)], width)
+        context = load.context_tokens // n
+        table = table_of(pages[: spec.pages_for(context)], width)
         rows = RowArrays(
             np.arange(n, dtype=np.int32),
             np.zeros(n, np.int32),
-            np.full(n, load.max_context - 1, np.int32),
+            np.full(n, context - 1, np.int32),
             np.tile(table, (n, 1)),
             np.tile(sampling_words(greedy), (n, 1)),
         )

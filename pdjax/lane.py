@@ -10,18 +10,19 @@ queue cuts the run there. So every view and every decision is what it would be w
 
 import bisect
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
 from pdjax.agenda import Agenda
 from pdjax.flights import Flight, Flights, Row
-from pdjax.latency import LatencyModel
+from pdjax.latency import LatencyModel, Load, attended
 from pdjax.live import Live
 from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
 from pdjax.request import State
 from pdjax.schedulers.base import Ask
+from pdjax.schedulers.base import Row as RowView
 
 
 class Desk(Protocol):
@@ -42,6 +43,7 @@ class Lane:
     def __init__(self, spec: InstanceSpec, latency: LatencyModel, desk: Desk) -> None:
         self.spec = spec
         self.role: Role = spec.role
+        self.next_role: Role | None = None
         self.alive = True
         self.latency = latency
         self.prefills: list[Live] = []
@@ -65,6 +67,7 @@ class Lane:
         self._pending_tokens = 0
         self._context_sum = 0
         self._offsets: dict[int, int] = {}  # slot -> context at join minus the step of joining
+        self._attended: int | None = None  # of the offsets
 
     # --- what schedulers see ----------------------------------------------------------------------------------------
 
@@ -81,14 +84,34 @@ class Lane:
         return len(self._incoming)
 
     @property
+    def running(self) -> Sequence[RowView]:
+        done = self.in_flight.clock.done
+        return [
+            RowView(live, len(live.tokens) + max(0, done - live.step), live.timeline.token_s[0])
+            for live in self.batch.values()
+            if live.timeline.token_s  # its first token may still be on its way to the host
+        ]
+
+    @property
+    def busy_s(self) -> float:
+        return self.in_flight.busy_s(self._desk.now)
+
+    @property
     def context_tokens(self) -> int:
         self._catch_up()
         return self._context_sum
 
     @property
-    def max_context(self) -> int:
+    def attended_tokens(self) -> int:
         self._catch_up()
-        return max(self._offsets.values()) + self._steps if self._offsets else 0
+        if self._attended is None:
+            self._attended = attended(tuple(self._offsets.values()), self.spec.row_block)
+        return self._attended + self._steps * len(self._offsets)
+
+    @property
+    def load(self) -> Load:
+        """Of the next decode step."""
+        return Load((), len(self.batch), self.context_tokens, self.attended_tokens)
 
     @property
     def pool(self) -> PagePool:
@@ -166,6 +189,7 @@ class Lane:
         live.step = self._steps
         self._joins.append((live, token))
         self._offsets[live.slot] = position + 1 - self._steps
+        self._attended = None
         self._context_sum += position + 1
         row = (live, live.attempt)
         self._due.add(self._steps + len(self._pool.pages(live.id)) * self.spec.page_size - position, row)
@@ -182,6 +206,7 @@ class Lane:
         del self.batch[slot]
         self.starved = self.starved and bool(self.batch)
         self._context_sum -= self._offsets.pop(slot) + self._steps
+        self._attended = None
         self._snapshot = None
         for waiting in self._joins:
             if waiting[0] is live:  # the instance never heard of it
@@ -253,7 +278,11 @@ class Lane:
         if self._snapshot is None:
             self._snapshot = MappingProxyType(dict(self.batch))
         ending = [row for row in self._last.pop(self._steps) if self._here(row)] if decode else []
-        self.in_flight.add(Flight(iteration, self._snapshot if decode else {}, ending, steps))
+        load = self.load if decode else Load()
+        load = load.beside(*((len(chunk.tokens), chunk.start) for chunk in chunks))
+        predicted_s = self.latency.iteration_s(self.spec, load)
+        rows = self._snapshot if decode else {}
+        self.in_flight.add(Flight(iteration, rows, ending, steps, predicted_s), self._desk.now)
         self.prefill_streak = self.prefill_streak + 1 if chunks and not decode and self.batch else 0
         if steps > 1:
             self._catch_up()
@@ -268,7 +297,7 @@ class Lane:
 
     def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
-        flight = self.in_flight.reported(event)
+        flight = self.in_flight.reported(event, self._desk.now)
         self._reported = True
         self._catch_up()
         if self.in_flight.clock.long:

@@ -3,7 +3,7 @@
 An iteration is linear in five features of what the programs really do (padded sizes, the page loop's trip count):
 
     chunk tokens (padded), sum of chunk * (prior context + chunk / 2), rows (padded), sum of contexts,
-    rows * longest context
+    rows' contexts again, each counted as long as the longest of its block of rows
 
 The published forms a + b*sum(L) + c*sum(L^2) (DistServe, prefill) and a + b*sum(ctx) + c*B (decode) are special cases.
 Times are seconds.
@@ -25,12 +25,28 @@ SATURATED = 0.95  # of the best throughput counts as all of it: longer passes ga
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Load:
-    """What one iteration computes. `chunks`: (tokens, prior context) of each prompt part."""
+    """What one iteration computes.
+
+    Attributes:
+        chunks: (tokens, prior context) of each prompt part.
+        rows: decode rows.
+        context_tokens: sum of their contexts, the token of this step included.
+        attended_tokens: the same where each row counts as long as the longest of its block (`attended`).
+    """
 
     chunks: tuple[tuple[int, int], ...] = ()
     rows: int = 0
     context_tokens: int = 0
-    max_context: int = 0
+    attended_tokens: int = 0
+
+    def plus_row(self, context_tokens: int) -> "Load":
+        """With one more decode row, which in doubt attends in a block of average length."""
+        width = max(context_tokens, self.attended_tokens // self.rows if self.rows else 0)
+        return Load(self.chunks, self.rows + 1, self.context_tokens + context_tokens, self.attended_tokens + width)
+
+    def beside(self, *chunks: tuple[int, int]) -> "Load":
+        """With prompt parts, each (tokens, prior context)."""
+        return Load((*self.chunks, *chunks), self.rows, self.context_tokens, self.attended_tokens)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -53,13 +69,13 @@ class LatencyModel:
         grown = np.arange(steps)
         tokens, prior, rows, *_ = features(spec, load)
         contexts = load.context_tokens + grown * load.rows
-        return cast(np.ndarray, self._predict(tokens, prior, rows, contexts, load.rows * (load.max_context + grown)))
+        return cast(np.ndarray, self._predict(tokens, prior, rows, contexts, load.attended_tokens + grown * load.rows))
 
-    def _predict(self, tokens: Any, prior: Any, rows: Any, contexts: Any, longest: Any) -> Any:
+    def _predict(self, tokens: Any, prior: Any, rows: Any, contexts: Any, attended: Any) -> Any:
         """Of features that are numbers or arrays alike. Written out: from Python 3.12 on, `sum` of numbers rounds
         in a way of its own."""
         base, a, b, c, d, e = self.iteration
-        return base + (a * tokens + b * prior + c * rows + d * contexts + e * longest)
+        return base + (a * tokens + b * prior + c * rows + d * contexts + e * attended)
 
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
@@ -70,9 +86,9 @@ class LatencyModel:
             tokens, prior = tokens - take, prior + take
         return total
 
-    def decode_s(self, spec: InstanceSpec, rows: int, context_tokens: int, max_context: int) -> float:
+    def decode_s(self, spec: InstanceSpec, rows: int, context_tokens: int, attended_tokens: int) -> float:
         """Seconds of one decode step."""
-        return self.iteration_s(spec, Load((), rows, context_tokens, max_context))
+        return self.iteration_s(spec, Load((), rows, context_tokens, attended_tokens))
 
     def transfer_s(self, nbytes: int) -> float:
         return self.transfer_alpha_s + nbytes / self.transfer_bytes_per_s
@@ -87,7 +103,7 @@ def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float
         float(sum(size * (prior + size / 2) for size, prior in load.chunks)),
         float(bucket(rows, load.rows)),
         float(load.context_tokens),
-        float(load.rows * load.max_context),
+        float(load.attended_tokens),
     )
 
 
@@ -137,6 +153,13 @@ def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: Latency
     scale = np.maximum(matrix.max(axis=0), 1e-30)  # features differ by 1e6: scale columns for the solver
     solution, _ = nnls(matrix / scale, np.ones(len(rows)))
     return dataclasses.replace(base or LatencyModel(), iteration=cast(Any, tuple(map(float, solution / scale))))
+
+
+def attended(contexts: Sequence[int], block: int) -> int:
+    """Sum of the contexts of rows in batch order, each as long as the longest of its block; block 0: of all."""
+    size = block or max(len(contexts), 1)
+    parts = (contexts[at : at + size] for at in range(0, len(contexts), size))
+    return sum(len(part) * max(part) for part in parts)
 
 
 def bucket(buckets: Sequence[int], size: int) -> int:

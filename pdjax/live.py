@@ -1,9 +1,10 @@
 """A request while the controller works on it: its state, its tokens, and what it holds on which instance."""
 
 import dataclasses
+from collections.abc import Sequence
 
 from pdjax.record import FinishReason, RequestRecord, Timeline
-from pdjax.request import SLO, Request, State, advance
+from pdjax.request import SLO, Request, SLOClass, State, advance
 from pdjax.schedulers.base import Place
 
 
@@ -22,6 +23,7 @@ class Live:
         first: the token that this attempt's prefill sampled, once on the host.
         transfer: key of its open transfer; `arrived`: a transfer of this attempt is complete.
         restarts: how often it started over; `failures`: how often since its transfer failed.
+        degraded: the laxer class that it was put into.
         holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
     """
 
@@ -45,6 +47,7 @@ class Live:
     restarts: int = 0
     failures: int = 0
     note: str = ""
+    degraded: SLOClass | None = None
 
     @classmethod
     def of(cls, request: Request) -> "Live":
@@ -65,7 +68,16 @@ class Live:
 
     @property
     def slo(self) -> SLO:
-        return self.request.slo
+        return self.request.slo if self.degraded is None else self.degraded.slo
+
+    @property
+    def laxer(self) -> Sequence[SLOClass]:
+        at = 0 if self.degraded is None else self.request.laxer.index(self.degraded) + 1
+        return self.request.laxer[at:]
+
+    @property
+    def open_ended(self) -> bool:
+        return bool(self.request.stop_ids or self.request.sampling.stop)
 
     @property
     def context_tokens(self) -> int:
@@ -116,7 +128,10 @@ class Live:
             token_ids=tuple(self.tokens),
             state=self.state,
             finish_reason=reason,
-            slo=self.request.slo,
+            slo=self.slo,
+            slo_class=self.degraded.name if self.degraded else self.request.slo_class,
+            degraded_from=self.request.slo_class if self.degraded else "",
+            predicted=place.predicted if place else None,
             timeline=self.timeline,
             prefill_instance=place.prefill if place else None,
             decode_instance=(place.prefill if self.local else self.decode_on) if place else None,

@@ -41,6 +41,7 @@ class InstanceSpec:
         max_model_len: most tokens a request may hold.
         kv_bytes_per_token: bytes of K and V of one token, all layers.
         chunk_buckets, row_buckets: ascending padded sizes its programs are compiled for.
+        row_block: decode rows that attend together, each as long as the longest of them; 0: all of the batch.
         ranks: the ranks of an `mpirun` job that it runs on, its leader first; empty in one process.
     """
 
@@ -58,6 +59,7 @@ class InstanceSpec:
     max_in_flight: int = 2
     chunk_buckets: tuple[int, ...] = ()
     row_buckets: tuple[int, ...] = ()
+    row_block: int = 0
     ranks: tuple[int, ...] = ()
 
     @property

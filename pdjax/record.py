@@ -6,6 +6,7 @@ Filled by the controller; read by metrics, reports and users. All times are seco
 import dataclasses
 from typing import Literal
 
+from pdjax.messages import Role
 from pdjax.request import SLO, State
 
 FinishReason = Literal["stop", "length", "abort", "deadline", "rejected", "error"]
@@ -42,6 +43,14 @@ class Timeline:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Predicted:
+    """What a policy expects of a request, in milliseconds; compared with what comes of it. None: nothing is said."""
+
+    ttft_ms: float | None = None
+    tpot_ms: float | None = None
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RequestRecord:
     """A request that reached its terminal state.
 
@@ -52,6 +61,10 @@ class RequestRecord:
         prefill_instance, decode_instance: where the last attempt ran; None if it never did.
         reason: why the scheduler placed it there, or why it was refused or failed.
         logprobs: of every token, if they were asked for.
+        slo: the limits it is judged by; of the class `slo_class`, if it has one ("": none).
+        degraded_from: the class that it asked for, if it was put into a laxer one; "": it was not.
+        predicted: what its last placement expected of it.
+        moves: how often its row went on on another instance.
     """
 
     request_id: str
@@ -67,6 +80,10 @@ class RequestRecord:
     preemptions: int = 0
     restarts: int = 0
     logprobs: tuple[float, ...] = ()
+    slo_class: str = ""
+    degraded_from: str = ""
+    predicted: Predicted | None = None
+    moves: int = 0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -82,6 +99,7 @@ class IterationRecord:
         requests: ids, as in `RequestRecord.request_id`, of the requests whose prompt tokens it computed.
         host_gap_s: how long the device stood still between the decode step before and this one.
         steps: decode steps; more than one in simulation only, with `number` the last of them.
+        predicted_s: how long it, or one of its steps, was expected to take when it was issued.
     """
 
     instance: int
@@ -93,11 +111,13 @@ class IterationRecord:
     requests: tuple[str, ...] = ()
     host_gap_s: float = 0.0
     steps: int = 1
+    predicted_s: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferRecord:
-    """KV of one request that moved from instance `src` to instance `dst`: `nbytes` between first and last byte."""
+    """KV of one request that moved from instance `src` to instance `dst`: `nbytes` between first and last byte.
+    `streamed`: while it was computed; otherwise it was expected to take `predicted_s` seconds."""
 
     request_id: str
     src: int
@@ -105,3 +125,28 @@ class TransferRecord:
     nbytes: int
     started_s: float
     finished_s: float
+    streamed: bool = False
+    predicted_s: float = 0.0
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class FlipRecord:
+    """An instance changed its role: asked for at `started_s`, done when its hand-offs were, at `finished_s`."""
+
+    instance: int
+    before: Role
+    after: Role
+    started_s: float
+    finished_s: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class MoveRecord:
+    """A decode row that was taken out of its batch at `time_s`, to go on on another instance."""
+
+    request_id: str
+    src: int
+    dst: int
+    time_s: float
+    reason: str

@@ -81,6 +81,21 @@ class SLO:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class SLOClass:
+    """Requests of one kind, with limits of their own.
+
+    Attributes:
+        name: what requests and reports call it.
+        slo: the limits of its requests.
+        degrade_to: name of a laxer class that its requests may be put into where their own cannot be kept; "": none.
+    """
+
+    name: str
+    slo: SLO
+    degrade_to: str = ""
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Request:
     """One immutable ask.
 
@@ -89,7 +104,9 @@ class Request:
         prompt_ids: token ids, at least one.
         sampling: how tokens are chosen; its seed is set.
         stop_ids: every id that ends the request: EOS (unless ignored) and the user's own.
-        slo: the limits it is judged by.
+        slo: the limits it asks for, those of its class if it has one.
+        slo_class: the name of its class; "": it brought limits of its own, or none.
+        laxer: the classes that it may be degraded to, in this order.
         arrival_s: the cluster's clock when the user asked.
         user_id: what the user calls it, for reports only.
         deadline_s: the cluster's clock when it is ended if it is not done by then; None: never.
@@ -103,6 +120,8 @@ class Request:
     arrival_s: float = 0.0
     user_id: str | None = None
     deadline_s: float | None = None
+    slo_class: str = ""
+    laxer: tuple[SLOClass, ...] = ()
 
     @property
     def total_tokens(self) -> int:

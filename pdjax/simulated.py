@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pdjax.latency import LatencyModel, Load
+from pdjax.latency import LatencyModel, Load, attended
 from pdjax.messages import (
     AbortTransfer,
     Command,
@@ -61,7 +61,7 @@ class _Batch:
     steps: int = 0
     context_tokens: int = 0
     offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> context minus steps
-    _longest: int | None = None  # of the offsets
+    _attended: int | None = None  # of the offsets
 
     def change(self, iteration: Iteration) -> None:
         for slot in iteration.leaves:
@@ -70,15 +70,16 @@ class _Batch:
             self.offsets[join.slot] = join.position + 1 - self.steps
             self.context_tokens += join.position + 1
         if iteration.leaves or iteration.joins:
-            self._longest = None
+            self._attended = None
 
-    def load(self, iteration: Iteration) -> Load:
+    def load(self, iteration: Iteration, block: int) -> Load:
         chunks = tuple((len(chunk.tokens), chunk.start) for chunk in iteration.chunks)
         if not iteration.decode:
             return Load(chunks)
-        if self._longest is None:
-            self._longest = max(self.offsets.values())
-        return Load(chunks, len(self.offsets), self.context_tokens, self._longest + self.steps)
+        if self._attended is None:
+            self._attended = attended(tuple(self.offsets.values()), block)
+        rows = len(self.offsets)
+        return Load(chunks, rows, self.context_tokens, self._attended + self.steps * rows)
 
     def step(self, count: int) -> None:
         self.steps += count
@@ -206,7 +207,8 @@ class SimulatedCluster:
         iteration = self._queues[index][0]
         batch, started = self._batches[index], self._now
         batch.change(iteration)
-        spec, latency, load = self.specs[index], self._latency[index], batch.load(iteration)
+        spec, latency = self.specs[index], self._latency[index]
+        load = batch.load(iteration, spec.row_block)
         if iteration.steps == 1:
             self._at(started + latency.iteration_s(spec, load), lambda: self._finish(index, iteration, started), rank=0)
             return

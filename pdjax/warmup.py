@@ -62,7 +62,7 @@ def _loads(instance: "Instance") -> list[Load]:
         both = not T or (not B and T in (chunks[0], chunks[-1]))
         for context in (0, _CONTEXT) if both else (_CONTEXT,) if B else (0,):
             prior, held = min(context, room - T), min(context + 1, room)
-            loads.append(Load(((T, prior),) if T else (), B, B * held, held if B else 0))
+            loads.append(Load(((T, prior),) if T else (), B, B * held, B * held))
     return loads
 
 

@@ -8,9 +8,11 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Literal, Protocol
 
-from pdjax.latency import LatencyModel, bucket
+from pdjax.latency import LatencyModel, Load, bucket
 from pdjax.messages import InstanceSpec, Role
-from pdjax.request import SLO
+from pdjax.record import Predicted
+from pdjax.request import SLO, SLOClass
+from pdjax.traffic import Traffic
 
 
 class Ask(Protocol):
@@ -21,7 +23,15 @@ class Ask(Protocol):
     @property
     def arrival_s(self) -> float: ...
     @property
-    def slo(self) -> SLO: ...
+    def slo(self) -> SLO:
+        """The limits that it is to keep: those it asked for, or those of the class it was degraded to."""
+        ...
+
+    @property
+    def laxer(self) -> Sequence[SLOClass]:
+        """The classes that it may still be degraded to, in this order."""
+        ...
+
     @property
     def context_tokens(self) -> int:
         """Tokens that prefill must compute: the prompt, and what was generated before a preemption or restart."""
@@ -37,6 +47,20 @@ class Ask(Protocol):
         """Tokens it may still generate."""
         ...
 
+    @property
+    def open_ended(self) -> bool:
+        """Whether its answer may end before that, by a stop."""
+        ...
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Row:
+    """A decode row as policies see it: `generated` tokens have been handed out, the first of them at `first_s`."""
+
+    ask: Ask
+    generated: int
+    first_s: float
+
 
 class InstanceView(Protocol):
     """One instance as policies see it. Everything counts iterations already issued."""
@@ -46,10 +70,20 @@ class InstanceView(Protocol):
     @property
     def role(self) -> Role: ...
     @property
+    def next_role(self) -> Role | None:
+        """What it becomes when its hand-offs are done; None: it stays what it is."""
+        ...
+
+    @property
     def alive(self) -> bool: ...
     @property
     def latency(self) -> LatencyModel:
-        """Predicts this instance's iterations and the transfers it sends."""
+        """Predicts this instance's iterations and the transfers it sends, as corrected by what they took."""
+        ...
+
+    @property
+    def busy_s(self) -> float:
+        """Seconds from now until everything that was issued is done, as predicted."""
         ...
 
     @property
@@ -68,6 +102,11 @@ class InstanceView(Protocol):
         ...
 
     @property
+    def running(self) -> Sequence[Row]:
+        """These rows one by one, in batch order. Made when asked for: who looks at many instances uses the sums."""
+        ...
+
+    @property
     def incoming(self) -> int:
         """Rows on their way here: pages are reserved or KV is moving."""
         ...
@@ -78,7 +117,10 @@ class InstanceView(Protocol):
         ...
 
     @property
-    def max_context(self) -> int: ...
+    def load(self) -> Load:
+        """Of the next decode step of these rows."""
+        ...
+
     @property
     def free_pages(self) -> int: ...
     @property
@@ -103,6 +145,20 @@ class ClusterView(Protocol):
     def now(self) -> float: ...
     @property
     def instances(self) -> Sequence[InstanceView]: ...
+    @property
+    def queue(self) -> Sequence[Ask]:
+        """Requests that wait to be placed, first come first."""
+        ...
+
+    @property
+    def held(self) -> Sequence[Ask]:
+        """Requests whose KV waits where it was computed, until somebody decodes them."""
+        ...
+
+    @property
+    def traffic(self) -> Traffic:
+        """What arrived lately, and how long answers were."""
+        ...
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -110,13 +166,16 @@ class Place:
     """Prefill on one instance, decode on another (or the same: no transfer).
 
     `decode` None: chosen by `hand_off` once the prompt is computed (pull). `mode` "stream" pushes KV while prefill
-    runs and needs `decode`; "whole" moves it afterwards.
+    runs and needs `decode`; "whole" moves it afterwards. `predicted`: what the policy expects of the request.
+    `slo_class`: one of the request's laxer classes, which it is put into; "": it keeps its limits.
     """
 
     prefill: int
     decode: int | None
     mode: Literal["stream", "whole"]
     reason: str
+    predicted: Predicted | None = None
+    slo_class: str = ""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -129,6 +188,37 @@ class Wait:
 @dataclasses.dataclass(frozen=True, slots=True)
 class Reject:
     reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Move:
+    """A decode row goes on on another instance: it leaves its batch, its KV is moved as a whole, it joins there. It
+    waits where it is, outside of the batch, until the other instance has room."""
+
+    ask: Ask
+    to: int
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Flip:
+    """An instance changes its role. From now on it gets no work of either role; prompts that it has not begun are
+    placed anew, and it takes the new role when it has nothing left of what the new role does not do."""
+
+    instance: int
+    role: Role
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Drop:
+    """A request that has not begun is rejected, wherever it waits."""
+
+    ask: Ask
+    reason: str
+
+
+Revision = Move | Flip | Drop
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -164,6 +254,8 @@ class Scheduler(Protocol):
     """A placement policy. Three methods, called by the controller; none may keep it waiting.
 
     A policy may have an attribute `traits`; without it, its engine has PREFILL and DECODE instances that can do all.
+    It may have a fourth method, `revise(cluster) -> Sequence[Move | Flip | Drop]`: what to change about requests and
+    instances that were decided on before. It is asked after every event, before all others.
     """
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait | Reject:
@@ -226,8 +318,8 @@ def traits_of(scheduler: Scheduler) -> Traits:
 
 
 def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:
-    """The living instances that have one of the roles."""
-    return [view for view in instances if view.alive and view.role in roles]
+    """The living instances that have one of the roles, and are not about to lose it."""
+    return [view for view in instances if view.alive and view.role in roles and view.next_role in (None, *roles)]
 
 
 def prefillers(instances: Iterable[InstanceView]) -> list[InstanceView]:

@@ -9,7 +9,6 @@ that misses by the smallest factor, and the reason says that the SLO is infeasib
 
 import dataclasses
 
-from pdjax.latency import Load
 from pdjax.request import SLO
 from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Traits, Wait, decoders, prefillers
 from pdjax.schedulers.disaggregated import Disaggregated, least_loaded
@@ -81,7 +80,7 @@ def local(ask: Ask, view: InstanceView) -> Choice:
     """
     spec, latency = view.spec, view.latency
     chunk = min(spec.max_chunk, ask.context_tokens)
-    mixed = latency.iteration_s(spec, Load(((chunk, 0),), view.rows, view.context_tokens, view.max_context))
+    mixed = latency.iteration_s(spec, view.load.beside((chunk, 0)))
     passes = -(-(view.pending_tokens + ask.context_tokens) // spec.max_chunk)
     step = _step_s(ask, view)
     return Choice(view, view, 1e3 * mixed * passes, 1e3 * (max(mixed, step) if view.rows else step))
@@ -91,4 +90,5 @@ def _step_s(ask: Ask, view: InstanceView) -> float:
     """A decode step of `view` once the request is one of its rows."""
     rows = view.rows + view.incoming + 1
     context = ask.context_tokens + ask.max_new_tokens
-    return view.latency.decode_s(view.spec, rows, view.context_tokens + context, max(view.max_context, context))
+    load = view.load.plus_row(context)
+    return view.latency.decode_s(view.spec, rows, load.context_tokens, load.attended_tokens)

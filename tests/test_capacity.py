@@ -34,16 +34,16 @@ def test_prompt_tokens_that_wait_are_taken_off():
 
 def test_rows_beside_the_prompts_make_every_pass_longer():
     # 5 rows of 200 tokens in all: 12 ms more. 2 passes of 38 ms, and 24 ms for one of 2 tokens.
-    assert remaining(view(rows=5, context_tokens=200, max_context=50), LIMITS).prefill_tokens == 2 * 16 + 2
+    assert remaining(view(rows=5, context_tokens=200, attended_tokens=250), LIMITS).prefill_tokens == 2 * 16 + 2
 
 
 def test_rows_of_the_mean_context_join_up_to_the_tpot_limit():
     # A step of n rows of 50 tokens: 10 + 2.5 n ms; 20 ms hold 4 of them.
-    assert remaining(view(rows=1, context_tokens=50, max_context=50), LIMITS).rows == 3
+    assert remaining(view(rows=1, context_tokens=50, attended_tokens=50), LIMITS).rows == 3
 
 
 def test_rows_on_their_way_count_as_if_they_were_there():
-    assert remaining(view(rows=1, incoming=2, context_tokens=50, max_context=50), LIMITS).rows == 1
+    assert remaining(view(rows=1, incoming=2, context_tokens=50, attended_tokens=50), LIMITS).rows == 1
 
 
 def test_without_rows_half_of_the_longest_request_stands_in_for_the_mean():
@@ -85,7 +85,7 @@ def test_a_dead_instance_has_no_capacity():
     tpot=st.floats(0.01, 1e3),
 )
 def test_nothing_is_ever_negative_and_a_looser_limit_never_leaves_less(rows, incoming, context, waiting, ttft, tpot):
-    state = view(rows=rows, incoming=incoming, context_tokens=context, max_context=context)
+    state = view(rows=rows, incoming=incoming, context_tokens=context, attended_tokens=context)
     state.prefills = [Ask(0, waiting)]
     tight, loose = remaining(state, SLO(ttft, tpot)), remaining(state, SLO(2 * ttft, 2 * tpot))
     assert min(dataclasses.astuple(tight)) >= 0

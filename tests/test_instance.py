@@ -190,7 +190,7 @@ def test_warm_up_and_rehearsals_change_no_page_and_no_slot():
     driver = Driver(small())
     first = driver.prefill(0, SHORT)
     before = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
-    driver.instance.rehearse(Load(((16, 8),), 2, 40, 20)).wait()
+    driver.instance.rehearse(Load(((16, 8),), 2, 40, 40)).wait()
     driver.instance.rehearse_transfers()
     after = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
     assert (before == after).all()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.latency import LatencyModel, Load, bucket, features, fit, saturating_tokens
+from pdjax.latency import LatencyModel, Load, attended, bucket, features, fit, saturating_tokens
 from pdjax.messages import InstanceSpec, Role
 
 SPEC = InstanceSpec(
@@ -33,21 +33,21 @@ def loads(count, seed=0):
         chunks = tuple((int(rng.integers(1, 64)), int(rng.integers(0, 400))) for _ in range(rng.integers(0, 3)))
         contexts = rng.integers(1, 500, size=rng.integers(0, 9))
         if chunks or len(contexts):
-            yield Load(chunks, len(contexts), int(contexts.sum()), int(contexts.max(initial=0)))
+            yield Load(chunks, len(contexts), int(contexts.sum()), attended(contexts.tolist(), 8))
 
 
 def test_features_are_those_of_padded_programs():
-    load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, max_context=50)
+    load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, attended_tokens=150)
     # Beside a chunk, rows have the largest size, and chunks have one of the few sizes that rows ride with.
     assert features(SPEC, load) == (64, 10 * 5 + 7 * 103.5, 8, 90, 150)
     assert features(SPEC, Load(((10, 0), (7, 100)))) == (32, 10 * 5 + 7 * 103.5, 0, 0, 0)
-    assert features(SPEC, Load((), 3, 90, 50)) == (0, 0, 4, 90, 150)
+    assert features(SPEC, Load((), 3, 90, 150)) == (0, 0, 4, 90, 150)
     assert features(EXACT, load) == (17, 10 * 5 + 7 * 103.5, 3, 90, 150)
 
 
 def test_an_iteration_is_a_constant_and_the_weighted_features():
     model = LatencyModel(iteration=(1, 2, 3, 4, 5, 6))
-    load = Load(((2, 3),), rows=2, context_tokens=7, max_context=4)
+    load = Load(((2, 3),), rows=2, context_tokens=7, attended_tokens=8)
     assert model.iteration_s(EXACT, load) == 1 + 2 * 2 + 3 * 8 + 4 * 2 + 5 * 7 + 6 * 8
 
 
@@ -130,7 +130,7 @@ def test_fit_under_noise_predicts_other_loads_within_the_noise():
 
 def test_fit_gives_no_negative_coefficient_and_keeps_the_transfer_constants():
     base = LatencyModel(transfer_alpha_s=7.0, transfer_bytes_per_s=8.0)
-    shrinking = [(Load(rows=rows, context_tokens=10 * rows, max_context=10), 1.0 / rows) for rows in range(1, 9)]
+    shrinking = [(Load((), rows, 10 * rows, 10 * rows), 1.0 / rows) for rows in range(1, 9)]
     fitted = fit(SPEC, shrinking, base)
     assert min(fitted.iteration) >= 0
     assert (fitted.transfer_alpha_s, fitted.transfer_bytes_per_s) == (7.0, 8.0)

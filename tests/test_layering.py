@@ -16,7 +16,7 @@ MAX_LINES, GOOD_LINES = 450, 400
 ALLOWED = {
     "models": PLAIN,
     "transfer": PLAIN,
-    "schedulers": PLAIN | {"pdjax.latency"},
+    "schedulers": PLAIN | {"pdjax.latency", "pdjax.traffic"},
 }
 
 

@@ -2,10 +2,11 @@
 
 import dataclasses
 
-from pdjax.latency import LatencyModel
+from pdjax.latency import LatencyModel, Load
 from pdjax.messages import InstanceSpec, Role
 from pdjax.request import SLO
 from pdjax.testing import spec
+from pdjax.traffic import Traffic
 
 SIMPLE = LatencyModel((0.010, 0.001, 0, 0.002, 0, 0))  # 10 ms an iteration, 1 ms a prompt token, 2 ms a row
 
@@ -18,6 +19,8 @@ class Ask:
     max_new_tokens: int = 8
     arrival_s: float = 0.0
     slo: SLO = dataclasses.field(default_factory=SLO)
+    laxer: tuple = ()
+    open_ended: bool = False
 
 
 @dataclasses.dataclass
@@ -29,7 +32,10 @@ class View:
     rows: int = 0
     incoming: int = 0
     context_tokens: int = 0
-    max_context: int = 0
+    attended_tokens: int = 0
+    running: list = dataclasses.field(default_factory=list)
+    busy_s: float = 0.0
+    next_role: Role | None = None
     free_pages: int = 64
     prefill_streak: int = 0
     alive: bool = True
@@ -40,6 +46,10 @@ class View:
     @property
     def role(self):
         return self.spec.role
+
+    @property
+    def load(self):
+        return Load((), self.rows, self.context_tokens, self.attended_tokens)
 
     @property
     def pending_tokens(self):
@@ -56,6 +66,9 @@ class View:
 class Cluster:
     instances: list
     now: float = 0.0
+    queue: list = dataclasses.field(default_factory=list)
+    held: list = dataclasses.field(default_factory=list)
+    traffic: Traffic = dataclasses.field(default_factory=Traffic)
 
 
 def views(*roles: Role, **changes) -> list[View]:
