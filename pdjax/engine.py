@@ -170,6 +170,11 @@ class Engine:
         return tuple(lane.free_pages for lane in self._controller.books.instances)
 
     @property
+    def latency(self) -> tuple[LatencyModel, ...]:
+        """What predicts the passes of every instance."""
+        return tuple(lane.latency for lane in self._controller.books.instances)
+
+    @property
     def queued_prompt_tokens(self) -> int:
         """Prompt tokens that were asked for and are not issued to any instance yet."""
         return queued_prompt_tokens(self._controller.books)

@@ -103,10 +103,7 @@ def write_summary(out_dir: str | Path, summary: dict[str, Any]) -> Path:
 def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Report]) -> None:
     """Writes every file into `out_dir`, which is made if missing; files of an earlier call are replaced."""
     folder = write_summary(out_dir, summary)
-    with open(folder / "requests.jsonl", "w") as file:
-        for run, report in runs.items():
-            for record in report.records:
-                file.write(json.dumps({"run": run, **request_line(record, report.start_s, report.specs)}) + "\n")
+    write_requests(folder, runs)
     (folder / "timeline.json").write_text(json.dumps(chrome_trace(runs)) + "\n")
     if importlib.util.find_spec("matplotlib") is None:
         log.warning("no plots: matplotlib is not installed (pip install pdjax[plot])")
@@ -115,6 +112,16 @@ def write(out_dir: str | Path, summary: dict[str, Any], runs: Mapping[str, Repor
 
     plots.latency_by_run(runs, folder / "latency.png")
     plots.timeline(runs, folder / "timeline.png")
+
+
+def write_requests(folder: Path, runs: Mapping[str, Report]) -> Path:
+    """Writes requests.jsonl alone into `folder`, which exists; returns it."""
+    path = folder / "requests.jsonl"
+    with open(path, "w") as file:
+        for run, report in runs.items():
+            for record in report.records:
+                file.write(json.dumps({"run": run, **request_line(record, report.start_s, report.specs)}) + "\n")
+    return path
 
 
 def request_line(record: RequestRecord, start_s: float, specs: Sequence[InstanceSpec]) -> dict[str, Any]:
