@@ -74,6 +74,7 @@ class Controller:
         max_queue: requests that may wait for their first pass; one more is rejected. 0: any number.
         max_steps: decode steps that one iteration may stand for, if the cluster computes no tokens (a *run*) and the
             policy is steady (`Traits`).
+        correct: correct the latency models by what passes and transfers take; not with runs.
     """
 
     def __init__(
@@ -86,12 +87,16 @@ class Controller:
         max_queue: int = 0,
         max_steps: int = 1,
         on_failure: str = "recompute",
+        correct: bool = False,
     ) -> None:
+        if correct and max_steps > 1:
+            raise ValueError(f"max_steps is {max_steps}; allowed with correct, which looks at every pass: 1")
         self.books = Books(specs, latency, transfer_timeout_s, max_steps if traits_of(scheduler).steady else 1)
         self._scheduler = scheduler
         self._sink = sink
         self._max_queue = max_queue
         self._on_failure = on_failure
+        self._correct = correct
         self._stalled_s: float | None = None  # since when requests are live and nothing is under way
         self._gone = ""  # why there is no instance any more
 
@@ -167,6 +172,8 @@ class Controller:
         if not lane.alive:
             return
         flight = lane.reported(event)
+        if self._correct:
+            lane.correction.passed(lane.spec, flight.load, event.finished_s - event.started_s)
         iteration = flight.iteration
         names = tuple(self.books.live[chunk.request].name for chunk in iteration.chunks)
         for chunk in iteration.chunks:
@@ -227,6 +234,8 @@ class Controller:
     def _transfer_done(self, event: TransferDone) -> None:
         live = self.books.transfers[event.key]
         assert live.place is not None and live.decode_on is not None
+        source = self.books.instances[live.place.prefill]
+        streamed = live.place.mode == "stream" and live.place.decode == live.decode_on
         self._sink.transfer(
             TransferRecord(
                 request_id=live.name,
@@ -235,10 +244,12 @@ class Controller:
                 nbytes=event.nbytes,
                 started_s=event.started_s,
                 finished_s=event.finished_s,
-                streamed=live.place.mode == "stream" and live.place.decode == live.decode_on,
-                predicted_s=self.books.instances[live.place.prefill].latency.transfer_s(event.nbytes),
+                streamed=streamed,
+                predicted_s=source.latency.transfer_s(event.nbytes),
             )
         )
+        if self._correct and not streamed:  # a streamed one lasts as long as its prompt is computed
+            source.correction.moved(event.nbytes, event.finished_s - event.started_s)
         _, wanted = self.books.ended(event.key)
         if not wanted:
             return

@@ -26,7 +26,7 @@ from pdjax.home import Here, Home
 from pdjax.latency import LatencyModel
 from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
-from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode
+from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode, limits_of
 from pdjax.record import IterationRecord, RequestRecord, TransferRecord
 from pdjax.replay import Recorder, replay
 from pdjax.report import Report
@@ -122,6 +122,7 @@ class Engine:
             config.transfer_timeout_s,
             config.max_queue,
             on_failure=config.on_failure,
+            correct=config.correct,
         )
 
     def warmup(self, progress: Progress | None = None) -> Warmup:
@@ -192,7 +193,7 @@ class Engine:
         self,
         prompt: Prompt,
         sampling: SamplingParams | None = None,
-        slo: SLO | None = None,
+        slo: SLO | str | None = None,
         user_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Handle:
@@ -201,7 +202,8 @@ class Engine:
         Args:
             prompt: text, chat messages ({"role", "content"} each), or token ids.
             sampling: defaults to `SamplingParams()`.
-            slo: limits that its placement and the reports look at.
+            slo: limits that admission, its placement and the reports look at, or the name of one of
+                `EngineConfig.slo_classes`, whose limits they are then; None: no limits.
             user_id: what reports call it: any text. It identifies nothing, so two live requests may have the same.
             deadline_s: seconds from now after which it is ended, wherever it is, with the tokens that it has and the
                 finish reason "deadline".
@@ -210,14 +212,15 @@ class Engine:
             ValueError: the prompt, its length or an option is impossible; nothing else is disturbed.
             RuntimeError: the engine is closed, or broke (with the cause).
         """
-        check_options(slo, user_id, deadline_s)
+        check_options(user_id, deadline_s)
+        limits_of(slo, self.config.slo_classes)
         return self._ask(self.check(prompt, sampling), sampling, slo, user_id, deadline_s)
 
     def _ask(
         self,
         ids: tuple[int, ...],
         sampling: SamplingParams | None,
-        slo: SLO | None = None,
+        slo: SLO | str | None = None,
         user_id: str | None = None,
         deadline_s: float | None = None,
     ) -> Handle:
@@ -230,13 +233,16 @@ class Engine:
         if sampling.seed is None:
             sampling = _seeded(sampling, self.config.seed, number)
         eos = () if sampling.ignore_eos else self._source.config.eos_ids
+        limits, slo_class, laxer = limits_of(slo, self.config.slo_classes)
         now = self._cluster.now()
         request = Request(
             id=number,
             prompt_ids=ids,
             sampling=sampling,
             stop_ids=frozenset(sampling.stop_token_ids).union(eos),
-            slo=slo or SLO(),
+            slo=limits,
+            slo_class=slo_class,
+            laxer=laxer,
             arrival_s=now,
             user_id=user_id,
             deadline_s=None if deadline_s is None else now + deadline_s,

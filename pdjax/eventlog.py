@@ -43,7 +43,7 @@ class Header:
         scheduler: a name of `pdjax.schedulers.SCHEDULERS`, or the class of a user's own policy.
         stream_from: the argument of a named policy.
         specs, latency: one of each per instance.
-        transfer_timeout_s, max_queue, max_steps, on_failure: as of the controller.
+        transfer_timeout_s, max_queue, max_steps, on_failure, correct: as of the controller.
         version: of this format.
     """
 
@@ -55,6 +55,7 @@ class Header:
     max_queue: int = 0
     max_steps: int = 1
     on_failure: Literal["recompute", "fail"] = "recompute"
+    correct: bool = False
     version: int = VERSION
 
 
@@ -81,6 +82,7 @@ def header_of(config: EngineConfig, specs: Sequence[InstanceSpec], latency: Sequ
         transfer_timeout_s=config.transfer_timeout_s,
         max_queue=config.max_queue,
         on_failure=config.on_failure,
+        correct=config.correct,
     )
 
 
@@ -212,7 +214,7 @@ def _header(line: Any) -> Header:
     _within("Header.transfer_timeout_s", header.transfer_timeout_s, 0, MAX_TIMEOUT_S, above=True)
     _within("Header.stream_from", header.stream_from or 0, 0, MAX_COUNT)
     _within("Header.max_queue", header.max_queue, 0, MAX_COUNT)
-    _within("Header.max_steps", header.max_steps, 1, MAX_COUNT)
+    _within("Header.max_steps", header.max_steps, 1, 1 if header.correct else MAX_COUNT)
     _within("Header.specs length", len(header.specs), 1, MAX_ITEMS)
     _within("Header.latency length", len(header.latency), len(header.specs), len(header.specs))
     for index, (spec, model) in enumerate(zip(header.specs, header.latency, strict=True)):
@@ -222,6 +224,8 @@ def _header(line: Any) -> Header:
             _within(f"{at}.iteration", coefficient, 0, MAX_TIMEOUT_S)
         _within(f"{at}.transfer_alpha_s", model.transfer_alpha_s, 0, MAX_TIMEOUT_S)
         _within(f"{at}.transfer_bytes_per_s", model.transfer_bytes_per_s, 0, math.inf, above=True)
+        for factor in model.scale:
+            _within(f"{at}.scale", factor, 0, MAX_TIMEOUT_S)
     return header
 
 

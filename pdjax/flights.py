@@ -11,8 +11,9 @@ Steps of a batch are numbered by its lane from 0; a row's tokens are the steps f
 import bisect
 import dataclasses
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
+from pdjax.latency import Load
 from pdjax.live import Live
 from pdjax.messages import Iteration, IterationDone, RunStarted
 
@@ -28,7 +29,8 @@ class Flight:
         rows: slot -> request of the batch that it moves.
         ending: rows for which it is the last step.
         steps: how many it has; a cut makes it fewer.
-        predicted_s: how long it, or one of its steps, was expected to take when it was issued.
+        load: of its first step.
+        predicted_s: how long that was expected to take when it was issued.
         done: how many of them have been reported; `clocked`: are on the lane's clock.
         started_s, ends: when it began and when its steps end, once the cluster has said so.
     """
@@ -37,7 +39,8 @@ class Flight:
     rows: Mapping[int, Live]
     ending: Sequence[Row]
     steps: int
-    predicted_s: float = 0.0
+    load: Load
+    predicted_s: float
     done: int = 0
     clocked: int = 0
     started_s: float = 0.0
@@ -50,6 +53,11 @@ class Flight:
     def ended(self, now: float) -> int:
         """Steps that have ended by now."""
         return max(self.done, bisect.bisect_right(self.ends, now, hi=min(self.steps, len(self.ends))))
+
+    def load_of(self, step: int) -> Load:
+        """Of one of its steps: every row grows by a token a step."""
+        load, grown = self.load, step * self.load.rows
+        return Load(load.chunks, load.rows, load.context_tokens + grown, load.attended_tokens + grown)
 
 
 class Flights:
@@ -87,13 +95,24 @@ class Flights:
         else:
             self.number += 1
 
-    def busy_s(self, now: float) -> float:
-        """Seconds until all that counts as issued is done, as predicted; one that takes longer is about to end."""
-        if not self._flights:
+    def busy_s(self, now: float, seconds_of: Callable[[Load], float]) -> float:
+        """Seconds until all that counts as issued is done, as predicted; one that takes longer is about to end.
+
+        Args:
+            now: the time.
+            seconds_of: predicts the later steps of a run; everything else is taken by what was predicted at its issue.
+        """
+        began_s, steps = self._began_s, []
+        for flight in self._flights:
+            done = flight.ended(now)
+            if done and not steps:
+                began_s = flight.ends[done - 1]
+            for step in range(done, self._issued if flight is self._run else flight.steps):
+                steps.append(seconds_of(flight.load_of(step)) if step else flight.predicted_s)
+        if not steps:
             return 0.0
-        first, *rest = (flight.predicted_s * min(flight.left, self._most) for flight in self._flights)
-        total = max(0.0, self._began_s + first - now)
-        for seconds in rest:
+        total = max(0.0, began_s + steps[0] - now)
+        for seconds in steps[1:]:
             total += seconds
         return total
 
@@ -133,10 +152,10 @@ class Flights:
     def started(self, event: RunStarted, now: float) -> None:
         self._flights[0].started_s, self._flights[0].ends = now, event.ends
 
-    def reported(self, event: IterationDone, now: float) -> Flight:
+    def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self._flights[0]
-        self._began_s = now
+        self._began_s = event.finished_s  # of the next: it was issued already
         expected = flight.iteration.number + flight.done + event.steps - 1
         if event.number != expected or event.steps > flight.left:
             raise RuntimeError(f"instance {event.instance} reports iteration {event.number} instead of {expected}")

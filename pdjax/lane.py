@@ -15,6 +15,7 @@ from types import MappingProxyType
 from typing import Protocol
 
 from pdjax.agenda import Agenda
+from pdjax.correction import Correction
 from pdjax.flights import Flight, Flights, Row
 from pdjax.latency import LatencyModel, Load, attended
 from pdjax.live import Live
@@ -45,7 +46,7 @@ class Lane:
         self.role: Role = spec.role
         self.next_role: Role | None = None
         self.alive = True
-        self.latency = latency
+        self.correction = Correction(latency)
         self.prefills: list[Live] = []
         self.batch: dict[int, Live] = {}  # slot -> row, in the instance's order
         self.prefill_streak = 0
@@ -93,8 +94,13 @@ class Lane:
         ]
 
     @property
+    def latency(self) -> LatencyModel:
+        return self.correction.model
+
+    @property
     def busy_s(self) -> float:
-        return self.in_flight.busy_s(self._desk.now)
+        self._catch_up()
+        return self.in_flight.busy_s(self._desk.now, lambda load: self.latency.iteration_s(self.spec, load))
 
     @property
     def context_tokens(self) -> int:
@@ -282,7 +288,7 @@ class Lane:
         load = load.beside(*((len(chunk.tokens), chunk.start) for chunk in chunks))
         predicted_s = self.latency.iteration_s(self.spec, load)
         rows = self._snapshot if decode else {}
-        self.in_flight.add(Flight(iteration, rows, ending, steps, predicted_s), self._desk.now)
+        self.in_flight.add(Flight(iteration, rows, ending, steps, load, predicted_s), self._desk.now)
         self.prefill_streak = self.prefill_streak + 1 if chunks and not decode and self.batch else 0
         if steps > 1:
             self._catch_up()
@@ -297,7 +303,7 @@ class Lane:
 
     def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
-        flight = self.in_flight.reported(event, self._desk.now)
+        flight = self.in_flight.reported(event)
         self._reported = True
         self._catch_up()
         if self.in_flight.clock.long:

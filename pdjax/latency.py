@@ -20,6 +20,7 @@ import numpy as np
 from pdjax.messages import InstanceSpec
 from pdjax.models.buckets import Buckets
 
+KINDS = ("prefill", "decode", "mixed")  # of passes
 SATURATED = 0.95  # of the best throughput counts as all of it: longer passes gain little and delay who waits
 
 
@@ -49,19 +50,26 @@ class Load:
         return Load((*self.chunks, *chunks), self.rows, self.context_tokens, self.attended_tokens)
 
 
+def kind(load: Load) -> int:
+    """Which of KINDS a pass is."""
+    return (2 if load.rows else 0) if load.chunks else 1
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Coefficients: `iteration` = (constant, the five features), seconds each; transfers cost alpha + bytes / beta."""
+    """Coefficients: `iteration` = (constant, the five features), seconds each; transfers cost alpha + bytes / beta.
+    `scale` multiplies the passes of each kind, in the order of KINDS (`pdjax.correction`)."""
 
     iteration: tuple[float, float, float, float, float, float] = (5e-3, 1e-3, 1e-7, 2e-3, 1e-6, 0.0)
     transfer_alpha_s: float = 1e-3
     transfer_bytes_per_s: float = 1e9
+    scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
 
     def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
         """Seconds of one iteration; 0 for an empty one."""
         if not load.chunks and not load.rows:
             return 0.0
-        return cast(float, self._predict(*features(spec, load)))
+        return self.scale[kind(load)] * cast(float, self._predict(*features(spec, load)))
 
     def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> np.ndarray:
         """Seconds of each of several decode steps, [steps]: the rows of `load` grow by a token a step. To the last bit
@@ -69,7 +77,8 @@ class LatencyModel:
         grown = np.arange(steps)
         tokens, prior, rows, *_ = features(spec, load)
         contexts = load.context_tokens + grown * load.rows
-        return cast(np.ndarray, self._predict(tokens, prior, rows, contexts, load.attended_tokens + grown * load.rows))
+        seconds = self._predict(tokens, prior, rows, contexts, load.attended_tokens + grown * load.rows)
+        return self.scale[kind(load)] * cast(np.ndarray, seconds)
 
     def _predict(self, tokens: Any, prior: Any, rows: Any, contexts: Any, attended: Any) -> Any:
         """Of features that are numbers or arrays alike. Written out: from Python 3.12 on, `sum` of numbers rounds

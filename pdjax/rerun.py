@@ -69,6 +69,7 @@ def replay(log: Log, scheduler: Scheduler | None = None) -> Replayed:
         header.max_queue,
         header.max_steps,
         header.on_failure,
+        correct=header.correct,
     )
     equal = 0
     for number, entry in enumerate(log.entries):

@@ -128,7 +128,7 @@ class World:
 
     Args:
         specs, scheduler: as for the controller.
-        latency: the same for every instance.
+        latency: the same for every instance. `actual`: what passes really take; None: that.
     """
 
     def __init__(
@@ -142,14 +142,24 @@ class World:
         max_queue: int = 0,
         max_steps: int = 1,
         on_failure: str = "recompute",
+        correct: bool = False,
+        actual: LatencyModel | None = None,
     ) -> None:
         if max_steps > 1 and machine is FakeMachine:
             raise ValueError(f"max_steps is {max_steps}; allowed with a FakeMachine, which computes every token: 1")
         models = [latency or LatencyModel()] * len(specs)
         self.collected = Collector()
-        self.cluster = SimulatedCluster(specs, models, machine)
+        self.cluster = SimulatedCluster(specs, [actual or model for model in models], machine)
         self.controller = Controller(
-            specs, scheduler, models, sink or self.collected, transfer_timeout_s, max_queue, max_steps, on_failure
+            specs,
+            scheduler,
+            models,
+            sink or self.collected,
+            transfer_timeout_s,
+            max_queue,
+            max_steps,
+            on_failure,
+            correct,
         )
 
     def add(self, *requests: Request) -> None:
