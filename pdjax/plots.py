@@ -42,7 +42,7 @@ def latency_by_run(runs: Mapping[str, Report], path: Path) -> None:
         ("TPOT: ms per token after it", metrics.tpot_ms),
         ("Longest wait for a token, ms", lambda record: max(metrics.itl_ms(record), default=None)),
     )
-    figure = _figure(4.0 * len(panels), 4.2)
+    figure = canvas(4.0 * len(panels), 4.2)
     for index, (title, metric) in enumerate(panels):
         axes = figure.add_subplot(1, len(panels), index + 1)
         for column, report in enumerate(runs.values()):
@@ -53,7 +53,7 @@ def latency_by_run(runs: Mapping[str, Report], path: Path) -> None:
         axes.set_ylim(bottom=0)
         axes.set_title(title, loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="y", color=GRID, linewidth=0.8)
-        _bare(axes)
+        bare(axes)
     figure.supxlabel("each dot is a request; thick bar P50, thin bar P95", color=GREY, fontsize=9)
     figure.savefig(path)
 
@@ -61,7 +61,7 @@ def latency_by_run(runs: Mapping[str, Report], path: Path) -> None:
 def timeline(runs: Mapping[str, Report], path: Path) -> None:
     """What each instance did over time, one panel per run; a red lane shows how many answers stood still."""
     heights = [len(report.specs) + bool(report.transfers) + 1.2 for report in runs.values()]
-    figure = _figure(13.0, 0.9 + sum(0.42 * height + 0.5 for height in heights))
+    figure = canvas(13.0, 0.9 + sum(0.42 * height + 0.5 for height in heights))
     grid = figure.add_gridspec(len(runs), 1, height_ratios=heights)
     end_s = max(report.duration_s for report in runs.values())
     # One limit and one scale for all runs: the red lanes compare.
@@ -72,14 +72,14 @@ def timeline(runs: Mapping[str, Report], path: Path) -> None:
     used: set[str] = set()
     for row, (run, report) in enumerate(runs.items()):
         axes = figure.add_subplot(grid[row])
-        used |= _lanes(axes, report)
+        used |= lanes(axes, report)
         if most:
-            _wait_lane(axes, *waits[run], most)
+            wait_lane(axes, *waits[run], most)
             used.add(STALL)
         axes.set_xlim(0, end_s)
         axes.set_title(run, loc="left", fontsize=11, fontweight="bold")
         axes.grid(axis="x", color=GRID, linewidth=0.8)
-        _bare(axes)
+        bare(axes)
         if row < len(runs) - 1:
             axes.tick_params(labelbottom=False)
         else:
@@ -103,8 +103,8 @@ def stalls(report: Report, limit_ms: float) -> tuple[list[float], list[int]]:
     return [time for time, _ in edges], list(itertools.accumulate(step for _, step in edges))
 
 
-def _lanes(axes: Axes, report: Report) -> set[str]:
-    """Draws one run and returns the colours it used."""
+def lanes(axes: Axes, report: Report) -> set[str]:
+    """Draws what each instance of a run did over time, and returns the colours it used."""
     by_colour: dict[tuple[int, str], list[Span]] = {}
     for iteration in report.iterations:
         spans = by_colour.setdefault((iteration.instance, _colour(iteration)), [])
@@ -123,8 +123,8 @@ def _lanes(axes: Axes, report: Report) -> set[str]:
     return used
 
 
-def _wait_lane(axes: Axes, times: Sequence[float], counts: Sequence[int], most: int) -> None:
-    """Adds a lane whose steps grow from the bottom to the top, which is `most`."""
+def wait_lane(axes: Axes, times: Sequence[float], counts: Sequence[int], most: int) -> None:
+    """Adds a red lane (of `stalls`) whose steps grow from the bottom to the top, which is `most`."""
     labels = [label.get_text() for label in axes.get_yticklabels()]
     lane = len(labels)
     bottom = lane + 0.4
@@ -155,13 +155,15 @@ def _colour(iteration: IterationRecord) -> str:
     return MIXED if iteration.chunk_tokens else DECODE
 
 
-def _figure(width: float, height: float) -> Figure:
+def canvas(width: float, height: float) -> Figure:
+    """An empty picture of so many inches."""
     figure = Figure(figsize=(width, height), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)  # no global state of pyplot, no display
     return figure
 
 
-def _bare(axes: Axes) -> None:
+def bare(axes: Axes) -> None:
+    """Takes away what says nothing: most of the frame, and ticks."""
     axes.set_axisbelow(True)
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(length=0, labelsize=9, labelcolor="#30353b")
