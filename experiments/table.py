@@ -43,6 +43,14 @@ def _hidden(run: Run) -> str:
     return "-" if overlap is None else f"{overlap:.0%}"
 
 
+def _predicted(*names: str) -> Callable[[Run], str]:
+    def cell(run: Run) -> str:
+        errors = [run["prediction"][name]["mean_error"] for name in names]
+        return " / ".join("-" if error is None else f"{error:.0%}" for error in errors)
+
+    return cell
+
+
 _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("devices", lambda run: str(run["devices"])),
     ("completed", _ended),
@@ -58,6 +66,8 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("throughput, requests/s", lambda run: f"{run['throughput_rps']:.2f}"),
     ("goodput at SLO, requests/s", lambda run: f"{run['goodput_rps']:.2f}"),
     ("met the SLO", _attained),
+    ("prefill / decode / mixed passes predicted within, mean", _predicted("prefill", "decode", "mixed")),
+    ("TTFT / TPOT predicted within, mean", _predicted("ttft_ms", "tpot_ms")),
     ("warm-up, s", lambda run: _number(run.get("warmup_s"))),
 )
 

@@ -20,7 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from pdjax.record import IterationRecord, RequestRecord
+from pdjax.record import IterationRecord, RequestRecord, TransferRecord
 from pdjax.request import SLO, State
 
 PARTS = ("queue", "prefill", "first_token", "transfer", "decode_wait", "decode")
@@ -163,6 +163,7 @@ def summarize(
     targets: Sequence[Target] = (),
     attainment: float = ATTAINMENT,
     iterations: Sequence[IterationRecord] = (),
+    transfers: Sequence[TransferRecord] = (),
 ) -> dict[str, Any]:
     """The numbers of one run, ready for JSON. Keys do not depend on values; what is undefined is None.
 
@@ -173,7 +174,8 @@ def summarize(
         slo: judge by this instead of each record's own.
         targets: limits on percentiles of the whole run.
         attainment: the share of requests that must meet their SLO, in (0, 1].
-        iterations: for host_gap_ms, computed tokens and the count of iterations.
+        iterations: for host_gap_ms, computed tokens, the count of iterations and their prediction.
+        transfers: for their prediction.
 
     Returns:
         devices, num_requests and how they ended: completed, rejected, failed, aborted; preempted (how often a row lost
@@ -185,7 +187,7 @@ def summarize(
         ttft_ms, tpot_ms, itl_ms, e2e_ms, stages_ms and host_gap_ms as `spread`s (max_itl_ms: of each request's largest
         gap); kv_transfer: count, bytes, ms (a spread of the time in which a request's bytes moved), share_of_e2e
         (that time / E2E, of the requests that moved) and overlap (the share of it that prefill hid); iterations, how
-        many by what they computed; targets.
+        many by what they computed; prediction: what was predicted against what came of it, see `prediction`; targets.
 
     Raises:
         ValueError: duration_s or attainment is out of its range.
@@ -235,7 +237,45 @@ def summarize(
             "decode": sum(iteration.steps for iteration in iterations if not iteration.chunk_tokens),
             "mixed": sum(bool(iteration.rows and iteration.chunk_tokens) for iteration in iterations),
         },
+        "prediction": prediction(done, iterations, transfers),
         "targets": [_check(target, spreads) for target in targets],
+    }
+
+
+def prediction(
+    done: Sequence[RequestRecord], iterations: Sequence[IterationRecord], transfers: Sequence[TransferRecord]
+) -> dict[str, dict[str, float | None]]:
+    """How well times were predicted: of passes (prefill, decode, mixed) when they were issued, of whole transfers
+    (streamed ones last as long as their prompts are computed), and, where a policy said what it expected, of the TTFT
+    and TPOT of finished requests that kept their first placement.
+
+    Returns:
+        For each of them count, mean_error and max_error of |predicted / actual - 1|, and bias, the mean of
+        predicted / actual - 1; None where nothing was predicted. Each decode step of a run counts, with their mean.
+    """
+    told: dict[str, list[tuple[float | None, float | None, int]]] = {"prefill": [], "decode": [], "mixed": []}
+    for iteration in iterations:
+        kind = ("mixed" if iteration.rows else "prefill") if iteration.chunk_tokens else "decode"
+        actual_s = (iteration.finished_s - iteration.started_s) / iteration.steps
+        told[kind].append((iteration.predicted_s, actual_s, iteration.steps))
+    told["transfer"] = [(one.predicted_s, one.finished_s - one.started_s, 1) for one in transfers if not one.streamed]
+    first = [(record, record.predicted) for record in done if not record.preemptions and not record.restarts]
+    told["ttft_ms"] = [(said.ttft_ms, ttft_ms(record), 1) for record, said in first if said]
+    told["tpot_ms"] = [(said.tpot_ms, tpot_ms(record), 1) for record, said in first if said]
+    return {name: _errors(each) for name, each in told.items()}
+
+
+def _errors(told: Iterable[tuple[float | None, float | None, int]]) -> dict[str, float | None]:
+    """Of (predicted, actual, how many); where one is missing or 0, nothing was predicted, or there is no ratio."""
+    rows = [(predicted / actual - 1, count) for predicted, actual, count in told if predicted and actual]
+    if not rows:
+        return {"count": 0, "mean_error": None, "max_error": None, "bias": None}
+    ratios, counts = np.array(rows).T
+    return {
+        "count": int(counts.sum()),
+        "mean_error": float(np.average(np.abs(ratios), weights=counts)),
+        "max_error": float(np.abs(ratios).max()),
+        "bias": float(np.average(ratios, weights=counts)),
     }
 
 

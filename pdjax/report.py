@@ -79,6 +79,7 @@ class Report:
             targets=targets,
             attainment=attainment,
             iterations=self.iterations,
+            transfers=self.transfers,
         )
         return numbers | {"capacity": self.capacity}
 
