@@ -13,7 +13,7 @@ from absl import flags
 
 from pdjax import metrics, workload
 from pdjax.config import DTYPES, ON_FAILURE, TRANSFERS, EngineConfig
-from pdjax.request import SLO
+from pdjax.request import SLO, SLOClass
 from pdjax.schedulers import SCHEDULERS
 
 _DEFAULTS = EngineConfig()
@@ -78,6 +78,16 @@ TTFT_SLO_MS = flags.DEFINE_float("ttft_slo_ms", None, "Limit of each request, in
 TPOT_SLO_MS = flags.DEFINE_float("tpot_slo_ms", None, "Limit of each request, in place of the preset's.")
 E2E_SLO_MS = flags.DEFINE_float("e2e_slo_ms", None, "Limit of each request, in place of the preset's.")
 
+SLO_CLASSES = flags.DEFINE_string(
+    "slo_classes",
+    "",
+    "Classes that requests are of in turn, with limits in ms, laxer ones behind '>': "
+    "'chat:ttft=500,tpot=50>batch;batch:e2e=60000'. Limits are ttft, tpot, itl_p99, e2e.",
+)
+ADMISSION = flags.DEFINE_bool("admission", _DEFAULTS.admission, "Take in only whose limits can be kept.")
+DROP_LATE = flags.DEFINE_bool("drop_late", _DEFAULTS.drop_late, "Reject those waiting that must miss their limits.")
+CORRECT = flags.DEFINE_bool("correct", _DEFAULTS.correct, "Correct the latency models while serving.")
+
 ATTAINMENT = flags.DEFINE_float(
     "attainment",
     metrics.ATTAINMENT,
@@ -100,6 +110,10 @@ def build_config(**changes: Any) -> EngineConfig:
         "peer_timeout_s": PEER_TIMEOUT_S.value,
         "on_failure": ON_FAILURE_FLAG.value,
         "verify_kv": VERIFY_KV.value,
+        "slo_classes": build_classes(),
+        "admission": ADMISSION.value,
+        "drop_late": DROP_LATE.value,
+        "correct": CORRECT.value,
         "seed": SEED.value,
         **{holder.name: holder.value for holder in _ENGINE},
     }
@@ -122,6 +136,7 @@ def build_workload(*, vocab_size: int, max_model_len: int) -> workload.Workload:
         max_tokens=MAX_TOKENS.value,
         temperature=TEMPERATURE.value,
         slo=build_slo(),
+        slo_classes=build_classes(),
         trace_start_s=TRACE_START_S.value,
         trace_end_s=TRACE_END_S.value,
     )
@@ -133,6 +148,23 @@ def build_slo() -> SLO:
     return dataclasses.replace(
         metrics.preset_slo(SLO_PRESET.value), **{name: limit for name, limit in own.items() if limit is not None}
     )
+
+
+def build_classes() -> tuple[SLOClass, ...]:
+    """The classes that --slo_classes describes. Raises ValueError naming it."""
+    classes = []
+    for text in filter(None, SLO_CLASSES.value.split(";")):
+        try:
+            words, _, laxer = text.partition(">")
+            name, _, limits = words.partition(":")
+            pairs = [limit.split("=") for limit in filter(None, limits.split(","))]
+            slo = SLO(**{f"{limit}_ms": float(number) for limit, number in pairs})
+        except (TypeError, ValueError) as error:
+            raise ValueError(
+                f"slo_classes has {text!r} ({error}); allowed: NAME:LIMIT=MS,...>LAXER, limits ttft, tpot, itl_p99, e2e"
+            ) from None
+        classes.append(SLOClass(name, slo, laxer))
+    return tuple(classes)
 
 
 def build_targets() -> Sequence[metrics.Target]:

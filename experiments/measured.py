@@ -228,6 +228,8 @@ def _record(line: dict[str, Any]) -> RequestRecord:
         state=State(line["state"]),
         finish_reason=line["finish_reason"],
         slo=SLO(**line["slo"]),
+        slo_class=line["slo_class"],
+        degraded_from=line["degraded_from"],
         timeline=Timeline(**line["timeline"]),
         prefill_instance=line["placement"]["prefill"],
         decode_instance=line["placement"]["decode"],

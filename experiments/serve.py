@@ -172,10 +172,15 @@ def compare(configs: Mapping[str, EngineConfig]) -> None:
         targets=flags.build_targets(),
         attainment=flags.ATTAINMENT.value,
     )
-    limits = dataclasses.asdict(flags.build_slo())
-    words = ", ".join(f"{name} <= {limit:g}" for name, limit in limits.items() if limit is not None)
     console.print(table.comparison(entries))
-    console.print(f"SLO of a request: {words}. Longest gap: between two tokens of one answer.", highlight=False)
+    if any(entry["by_class"] for entry in entries):
+        console.print(table.classes(entries))
+    classes = {f" of class {kind.name}": kind.slo for kind in one.slo_classes} or {"": flags.build_slo()}
+    for name, slo in classes.items():
+        limits = dataclasses.asdict(slo)
+        words = ", ".join(f"{limit} <= {value:g}" for limit, value in limits.items() if value is not None)
+        console.print(f"SLO of a request{name}: {words or 'none'}.", highlight=False)
+    console.print("Longest gap: between two tokens of one answer.", highlight=False)
     if platform == "cpu":
         console.print("The devices of a CPU share its cores: this shows behaviour, not what separate hardware gains.")
     if folder:

@@ -38,6 +38,29 @@ def _attained(run: Run) -> str:
     return f"{run['slo_attainment']:.0%} [{colour}]{word} {run['attainment_target']:.0%}[/{colour}]"
 
 
+def _admitted(run: Run) -> str:
+    if run["admitted_attainment"] is None:
+        return "-"
+    degraded = f", {run['degraded']} degraded" if run["degraded"] else ""
+    return f"{run['admitted_attainment']:.0%} of {run['admitted']}{degraded}"
+
+
+def classes(runs: Sequence[Run]) -> Table:
+    """One row per run and class of requests, as `metrics.summarize` counts them."""
+    table = Table()
+    for name in ("", "class", "requests", "rejected", "degraded", "met the SLO", "of the admitted"):
+        table.add_column(name, justify="left" if name in ("", "class") else "right")
+    for run in runs:
+        for name, numbers in run["by_class"].items():
+            counts = (str(numbers[key]) for key in ("num_requests", "rejected", "degraded"))
+            shares = ("-" if (share := numbers[key]) is None else f"{share:.0%}" for key in _SHARES)
+            table.add_row(run["scheduler"], name, *counts, *shares)
+    return table
+
+
+_SHARES = ("slo_attainment", "admitted_attainment")
+
+
 def _hidden(run: Run) -> str:
     overlap = run["kv_transfer"]["overlap"]
     return "-" if overlap is None else f"{overlap:.0%}"
@@ -66,6 +89,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("throughput, requests/s", lambda run: f"{run['throughput_rps']:.2f}"),
     ("goodput at SLO, requests/s", lambda run: f"{run['goodput_rps']:.2f}"),
     ("met the SLO", _attained),
+    ("met it, of the admitted", _admitted),
     ("prefill / decode / mixed passes predicted within, mean", _predicted("prefill", "decode", "mixed")),
     ("TTFT / TPOT predicted within, mean", _predicted("ttft_ms", "tpot_ms")),
     ("warm-up, s", lambda run: _number(run.get("warmup_s"))),

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from pdjax.handle import Result as Result
     from pdjax.report import Report as Report
     from pdjax.request import SLO as SLO
+    from pdjax.request import SLOClass as SLOClass
     from pdjax.request import SamplingParams as SamplingParams
     from pdjax.workload import Workload as Workload
 
@@ -36,6 +37,7 @@ _HOMES = {
     "Report": "pdjax.report",
     "Result": "pdjax.handle",
     "SLO": "pdjax.request",
+    "SLOClass": "pdjax.request",
     "SamplingParams": "pdjax.request",
     "Warmup": "pdjax.build",
     "Workload": "pdjax.workload",

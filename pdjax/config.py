@@ -1,11 +1,12 @@
 """The one frozen configuration of an engine. Launchers build it from flags; scripts write it by hand."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, Literal
 
 from pdjax.checks import check_whole, is_number
 from pdjax.messages import Role
-from pdjax.request import SLOClass
+from pdjax.request import SLO, SLOClass
 
 DTYPES = ("auto", "float32", "bfloat16")
 TRANSFERS = ("device_put", "jax_transfer", "mpi")
@@ -148,6 +149,7 @@ class EngineConfig:
             tp, ranks = getattr(self, f"{side}_tp"), getattr(self, f"{side}_ranks")
             if tp % ranks:
                 raise ValueError(f"{side}_ranks is {ranks}; allowed: a divisor of {side}_tp, which is {tp}")
+        _check_classes(self.slo_classes)
 
     @property
     def stream_from(self) -> int | None:
@@ -179,3 +181,43 @@ class EngineConfig:
     def ranks_of(self, role: Role) -> int:
         """Ranks of one instance of a role."""
         return self.prefill_ranks if role is Role.PREFILL else self.decode_ranks
+
+
+def class_chain(classes: Sequence[SLOClass], name: str) -> tuple[SLOClass, ...]:
+    """The class of that name, and those that its requests may be degraded to, in this order.
+
+    Raises:
+        ValueError: there is no such class.
+    """
+    by_name = {kind.name: kind for kind in classes}
+    if name not in by_name:
+        raise ValueError(
+            f"slo is {name!r}; allowed: a pdjax.SLO, None, or a class: {', '.join(by_name) or 'none here'}"
+        )
+    chain = [by_name[name]]
+    while chain[-1].degrade_to:
+        chain.append(by_name[chain[-1].degrade_to])
+    return tuple(chain)
+
+
+def _check_classes(classes: Any) -> None:
+    """ValueError unless names are unique, and each class leads by `degrade_to` to one without."""
+    if not isinstance(classes, tuple) or not all(isinstance(kind, SLOClass) for kind in classes):
+        raise ValueError(f"slo_classes is {classes!r}; allowed: a tuple of pdjax.SLOClass")
+    names = [kind.name for kind in classes]
+    for kind in classes:
+        if not isinstance(kind.name, str) or not kind.name or names.count(kind.name) > 1:
+            raise ValueError(f"slo_classes has the name {kind.name!r}; allowed: texts, not empty, each of one class")
+        if not isinstance(kind.slo, SLO):
+            raise ValueError(f"slo_classes: slo of {kind.name!r} is {kind.slo!r}; allowed: a pdjax.SLO")
+    next_of = {kind.name: kind.degrade_to for kind in classes}
+    for kind in classes:
+        seen, name = [kind.name], kind.degrade_to
+        while name:
+            if name not in next_of or name in seen:
+                raise ValueError(
+                    f"slo_classes: degrade_to leads from {kind.name!r} to {name!r}; allowed: names of other classes, "
+                    "and no way back"
+                )
+            seen.append(name)
+            name = next_of[name]

@@ -9,8 +9,10 @@ here measures. The definitions:
     E2E   arrival to the last token
 
 Only a finished request has a say in latencies. Every request counts in the SLO attainment: one that failed, was aborted
-or was rejected has missed. Goodput is requests that met their SLO per second. The goodput of a system is the highest
-rate at which a run attains its target (DistServe, section 2: 90 %); one run says whether its rate is below that.
+or was rejected has missed. One that was degraded is judged by the limits of the class that it was put into, and counted
+as degraded besides. *Admitted* is every request that was not rejected. Goodput is requests that met their SLO per
+second. The goodput of a system is the highest rate at which a run attains its target (DistServe, section 2: 90 %); one
+run says whether its rate is below that.
 """
 
 import dataclasses
@@ -182,8 +184,9 @@ def summarize(
         its pages), duration_s, prompt_tokens and output_tokens of completed requests; prompt_tokens_by_source, what of
         them was computed where the request decoded and what was transferred there; computed_prompt_tokens, of all
         passes: more than prompt_tokens where requests were preempted, started over or did not complete;
-        throughput_rps, output_tokens_per_s, goodput_rps; slo_attainment (met / all), attainment_target, attained
-        (whether it is reached) and slo_kept (the attainment of each limit alone);
+        throughput_rps, output_tokens_per_s, goodput_rps; slo_attainment (met / all), admitted (how many were not
+        rejected), admitted_attainment (met / admitted), degraded, by_class (the same by the class that was asked for),
+        attainment_target, attained (whether it is reached) and slo_kept (the attainment of each limit alone);
         ttft_ms, tpot_ms, itl_ms, e2e_ms, stages_ms and host_gap_ms as `spread`s (max_itl_ms: of each request's largest
         gap); kv_transfer: count, bytes, ms (a spread of the time in which a request's bytes moved), share_of_e2e
         (that time / E2E, of the requests that moved) and overlap (the share of it that prefill hid); iterations, how
@@ -224,6 +227,10 @@ def summarize(
         "output_tokens_per_s": output_tokens / duration_s,
         "goodput_rps": good / duration_s,
         "slo_attainment": good / len(records) if records else None,
+        "admitted": len(records) - ended[State.REJECTED],
+        "admitted_attainment": _share(good, len(records) - ended[State.REJECTED]),
+        "degraded": sum(bool(record.degraded_from) for record in records),
+        "by_class": _by_class(records, slo),
         "attainment_target": attainment,
         "attained": bool(records) and good / len(records) >= attainment,
         "slo_kept": _slo_kept(records, slo),
@@ -290,6 +297,32 @@ def _slo_kept(records: Sequence[RequestRecord], slo: SLO | None) -> dict[str, fl
         for name, ok in kept(record, slo).items():
             by_limit[name].append(ok)
     return {name: sum(oks) / len(oks) if oks else None for name, oks in by_limit.items()}
+
+
+def _by_class(records: Sequence[RequestRecord], slo: SLO | None) -> dict[str, dict[str, Any]]:
+    """Of each class, under the name that its requests asked for; without requests of classes, empty."""
+    classes: dict[str, list[RequestRecord]] = {}
+    for record in records:
+        if name := record.degraded_from or record.slo_class:
+            classes.setdefault(name, []).append(record)
+    result = {}
+    for name, theirs in sorted(classes.items()):
+        good = sum(met(record, slo) for record in theirs)
+        rejected = sum(record.state is State.REJECTED for record in theirs)
+        result[name] = {
+            "num_requests": len(theirs),
+            "completed": sum(record.state is State.FINISHED for record in theirs),
+            "rejected": rejected,
+            "degraded": sum(bool(record.degraded_from) for record in theirs),
+            "slo_attainment": good / len(theirs),
+            "admitted_attainment": _share(good, len(theirs) - rejected),
+            "slo_kept": _slo_kept(theirs, slo),
+        }
+    return result
+
+
+def _share(part: int, whole: int) -> float | None:
+    return part / whole if whole else None
 
 
 def _sources(done: Sequence[RequestRecord]) -> dict[str, int]:

@@ -4,10 +4,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from pdjax.checks import is_number
-from pdjax.config import MAX_TIMEOUT_S
+from pdjax.config import MAX_TIMEOUT_S, class_chain
 from pdjax.models import chat
 from pdjax.models.source import Source
-from pdjax.request import SLO, SamplingParams
+from pdjax.request import SLO, SamplingParams, SLOClass
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
@@ -76,10 +76,23 @@ def check_stops(sampling: SamplingParams, source: Source) -> None:
         raise ValueError(f"stop is {sampling.stop!r}; allowed: none, since {source.name!r} has no tokenizer.json")
 
 
-def check_options(slo: Any, user_id: Any, deadline_s: Any) -> None:
-    """ValueError for what `Engine.submit` cannot take beside a prompt and its sampling."""
+def limits_of(slo: Any, classes: Sequence[SLOClass]) -> tuple[SLO, str, tuple[SLOClass, ...]]:
+    """What a user's `slo` (limits, the name of a class, or None) means: the limits, the class ("": none), and those
+    that the request may be degraded to.
+
+    Raises:
+        ValueError: it is neither, or there is no such class.
+    """
+    if isinstance(slo, str):
+        asked, *laxer = class_chain(classes, slo)
+        return asked.slo, asked.name, tuple(laxer)
     if slo is not None and not isinstance(slo, SLO):
-        raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, or None")
+        raise ValueError(f"slo is {slo!r}; allowed: a pdjax.SLO, None, or the name of a class of slo_classes")
+    return slo or SLO(), "", ()
+
+
+def check_options(user_id: Any, deadline_s: Any) -> None:
+    """ValueError for what `Engine.submit` cannot take beside a prompt, its sampling and its SLO."""
     if user_id is not None and not isinstance(user_id, str):
         raise ValueError(f"user_id is {user_id!r}; allowed: a text, or None")
     if deadline_s is not None and not (is_number(deadline_s) and 0 < deadline_s <= MAX_TIMEOUT_S):

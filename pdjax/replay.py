@@ -126,7 +126,7 @@ class _Run:
     def ask(self, index: int, item: Item, then: Callable[[], None] = lambda: None) -> None:
         if self._failed.is_set():
             self.records()  # raises
-        handle = self._engine.submit(item.prompt, item.sampling, item.slo, item.user_id)
+        handle = self._engine.submit(item.prompt, item.sampling, item.slo_class or item.slo, item.user_id)
         self._handles.append(handle)
         self._answers.append(asyncio.run_coroutine_threadsafe(self._follow(index, handle, then), self._loop))
 

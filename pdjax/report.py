@@ -153,6 +153,8 @@ def request_line(record: RequestRecord, start_s: float, specs: Sequence[Instance
         "e2e_ms": metrics.e2e_ms(record),
         "parts_ms": metrics.parts(record) if record.timeline.token_s else None,
         "slo": dataclasses.asdict(record.slo),
+        "slo_class": record.slo_class,
+        "degraded_from": record.degraded_from,
         "slo_met": metrics.met(record),
     }
 

@@ -36,7 +36,7 @@ import numpy as np
 
 from pdjax import traces
 from pdjax.checks import check_whole, is_number
-from pdjax.request import SLO, SamplingParams
+from pdjax.request import SLO, SamplingParams, SLOClass
 
 KINDS = "chat, fixed:IN,OUT, uniform:LO-HI,LO-HI, lengths:FILE, azure:FILE, mooncake:FILE, prompts:FILE"
 ARRIVALS = "poisson, gamma:CV, uniform, trace, closed:N"
@@ -46,7 +46,8 @@ MAX_CV = 1e3  # of gamma gaps; beyond it, and below its inverse, draws are all z
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Item:
-    """One request: what `Engine.submit` takes, and the seconds after the start at which it arrives.
+    """One request: what `Engine.submit` takes, and the seconds after the start at which it arrives. With a `slo_class`,
+    a class of the engine by its name, `slo` has the limits of that class.
 
     Raises:
         ValueError: it arrives before the start, later than MAX_ARRIVAL_S, or at no number of seconds.
@@ -57,6 +58,7 @@ class Item:
     sampling: SamplingParams
     slo: SLO
     user_id: str
+    slo_class: str = ""
 
     def __post_init__(self) -> None:
         if not is_number(self.arrival_s) or not 0 <= self.arrival_s <= MAX_ARRIVAL_S:
@@ -105,6 +107,7 @@ def parse(
     max_tokens: int = 128,
     temperature: float = 0.0,
     slo: SLO | None = None,
+    slo_classes: Sequence[SLOClass] = (),
     trace_start_s: float = 0.0,
     trace_end_s: float = math.inf,
 ) -> Workload:
@@ -121,6 +124,7 @@ def parse(
         max_tokens: of an answer, for chat and for prompts that do not say.
         temperature: of all requests.
         slo: of all requests; None: no limit.
+        slo_classes: requests are of these in turn, with their limits in place of `slo`.
         trace_start_s, trace_end_s: the part of a trace to take, in its own seconds after its first row.
 
     Raises:
@@ -152,7 +156,11 @@ def parse(
             ignore_eos=name not in ("chat", "prompts"),
         )
         label = f"{number}" if draft.id is None else f"{number}-{draft.id}"
-        items.append(Item(arrival_s, draft.prompt, sampling, slo or SLO(), label))
+        limits, slo_class = slo or SLO(), ""
+        if slo_classes:
+            kind_of = slo_classes[number % len(slo_classes)]
+            limits, slo_class = kind_of.slo, kind_of.name
+        items.append(Item(arrival_s, draft.prompt, sampling, limits, label, slo_class))
     if name not in ("chat", "prompts"):
         notes = [*notes, "EOS is ignored: every answer has the length asked for"]
     return Workload(tuple(items), "; ".join([f"{kind}: {len(items)} requests, {how}", *notes]), clients)

@@ -59,7 +59,8 @@ BAD_PROMPTS = [
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"slo": 500}, "slo is 500; allowed: a pdjax.SLO, or None"),
+        ({"slo": 500}, "slo is 500; allowed: a pdjax.SLO, None, or the name of a class of slo_classes"),
+        ({"slo": "chat"}, "slo is 'chat'; allowed: a pdjax.SLO, None, or a class: none here"),
         ({"sampling": {"temperature": 0}}, "sampling is {'temperature': 0}; allowed: a pdjax.SamplingParams, or None"),
     ],
 )

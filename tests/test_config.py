@@ -5,7 +5,8 @@ import re
 
 import pytest
 
-from pdjax.config import DTYPES, TRANSFERS, EngineConfig
+from pdjax.config import DTYPES, TRANSFERS, EngineConfig, class_chain
+from pdjax.request import SLO, SLOClass
 
 AT_LEAST_ONE = (
     "prefill_instances",
@@ -83,3 +84,34 @@ def test_fields_are_given_by_name_and_never_change():
         EngineConfig("tiny")
     with pytest.raises(dataclasses.FrozenInstanceError):
         EngineConfig().seed = 1
+
+
+def kind(name, degrade_to="", **limits):
+    return SLOClass(name, SLO(**limits), degrade_to)
+
+
+@pytest.mark.parametrize(
+    ("classes", "message"),
+    [
+        ([kind("a")], "slo_classes is [SLOClass(name='a'"),
+        ((kind("a"), "b"), "allowed: a tuple of pdjax.SLOClass"),
+        ((kind("a"), kind("a")), "slo_classes has the name 'a'; allowed: texts, not empty, each of one class"),
+        ((kind(""),), "slo_classes has the name ''"),
+        ((SLOClass("a", 500),), "slo_classes: slo of 'a' is 500; allowed: a pdjax.SLO"),
+        ((kind("a", "b"),), "degrade_to leads from 'a' to 'b'; allowed: names of other classes, and no way back"),
+        ((kind("a", "a"),), "degrade_to leads from 'a' to 'a'"),
+        ((kind("a", "b"), kind("b", "c"), kind("c", "b")), "degrade_to leads from 'a' to 'b'"),
+    ],
+)
+def test_classes_have_names_of_their_own_and_lead_somewhere(classes, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        EngineConfig(slo_classes=classes)
+
+
+def test_a_class_may_be_degraded_along_its_chain():
+    fast, slow, any_time = kind("fast", "slow", ttft_ms=1), kind("slow", "any", ttft_ms=9), kind("any")
+    classes = EngineConfig(slo_classes=(any_time, fast, slow)).slo_classes
+    assert class_chain(classes, "fast") == (fast, slow, any_time)
+    assert class_chain(classes, "any") == (any_time,)
+    with pytest.raises(ValueError, match=re.escape("slo is 'free'; allowed: a pdjax.SLO, None, or a class: any, fast")):
+        class_chain(classes, "free")

@@ -10,7 +10,15 @@ NO_LIMITS = SLO()
 
 
 def record(
-    tokens=(10.0, 10.5, 11.5), *, arrival=0.0, state=State.FINISHED, slo=NO_LIMITS, preemptions=0, **marks
+    tokens=(10.0, 10.5, 11.5),
+    *,
+    arrival=0.0,
+    state=State.FINISHED,
+    slo=NO_LIMITS,
+    preemptions=0,
+    slo_class="",
+    degraded_from="",
+    **marks,
 ) -> RequestRecord:
     """A request whose token i was handed out at tokens[i]."""
     return RequestRecord(
@@ -22,6 +30,8 @@ def record(
         slo=slo,
         timeline=Timeline(arrival_s=arrival, token_s=list(tokens), **marks),
         preemptions=preemptions,
+        slo_class=slo_class,
+        degraded_from=degraded_from,
     )
 
 
@@ -309,3 +319,25 @@ def test_an_unknown_preset_is_refused():
 def test_a_run_of_no_time_is_refused():
     with pytest.raises(ValueError, match=r"duration_s is 0\.0; allowed"):
         summarize(record(), duration_s=0.0)
+
+
+def test_classes_are_counted_under_the_name_that_was_asked_for_and_judged_by_the_limits_that_were_kept():
+    summary = summarize(
+        record(slo=SLO(ttft_ms=1e5), slo_class="chat"),
+        record(slo=SLO(ttft_ms=1), slo_class="chat"),
+        record(slo=SLO(ttft_ms=1e5), slo_class="batch", degraded_from="chat"),
+        record((), state=State.REJECTED, slo=SLO(ttft_ms=1), slo_class="chat"),
+        record(slo=SLO(ttft_ms=1e5), slo_class="batch"),
+    )
+    chat = {"num_requests": 4, "completed": 3, "rejected": 1, "degraded": 1, "slo_attainment": 0.5}
+    assert summary["by_class"]["chat"].items() >= chat.items()
+    assert summary["by_class"]["chat"]["admitted_attainment"] == 2 / 3
+    assert summary["by_class"]["chat"]["slo_kept"]["ttft_ms"] == 0.5
+    assert summary["by_class"]["batch"]["num_requests"] == 1
+    assert (summary["admitted"], summary["degraded"], summary["admitted_attainment"]) == (4, 1, 0.75)
+
+
+def test_without_classes_and_rejections_the_admitted_are_all():
+    summary = summarize(record())
+    assert (summary["by_class"], summary["admitted"], summary["degraded"]) == ({}, 1, 0)
+    assert summary["admitted_attainment"] == summary["slo_attainment"]

@@ -11,7 +11,7 @@ from pdjax.config import EngineConfig
 from pdjax.experiments import flags
 from pdjax.messages import Role
 from pdjax.models import source
-from pdjax.request import SLO
+from pdjax.request import SLO, SLOClass
 from pdjax.schedulers.base import traits_of
 
 
@@ -119,3 +119,20 @@ def test_a_limit_of_zero_is_refused_by_name():
     set_flags("--ttft_slo_ms=0")
     with pytest.raises(ValueError, match=r"ttft_ms is 0\.0; allowed"):
         flags.build_slo()
+
+
+def test_classes_of_the_flag_are_those_of_the_engine_and_of_the_requests_in_turn():
+    set_flags("--slo_classes=chat:ttft=500,tpot=50>batch;batch:e2e=60000", "--admission", "--workload=fixed:3,4")
+    chat, batch = SLOClass("chat", SLO(500, 50), "batch"), SLOClass("batch", SLO(e2e_ms=60000))
+    config = flags.build_config()
+    assert (config.slo_classes, config.admission, config.drop_late) == ((chat, batch), True, False)
+    items = workload().items
+    assert [item.slo_class for item in items[:3]] == ["chat", "batch", "chat"]
+    assert items[1].slo == batch.slo
+
+
+@pytest.mark.parametrize("text", ["chat:ttft", "chat:ttft=soon", "chat:speed=3", "chat:ttft=-1"])
+def test_classes_that_are_no_classes_are_refused(text):
+    set_flags(f"--slo_classes={text}")
+    with pytest.raises(ValueError, match=r"slo_classes has .*; allowed: NAME:LIMIT=MS"):
+        flags.build_config()
