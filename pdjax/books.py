@@ -212,6 +212,8 @@ class Books:
                 decodes = lane.spec.index == live.decode_on or live.local
                 lane.give_back(live, slot=live.slot if decodes else None)
             live.slot = None
+            if live.place is not None and live.place.decode is not None:
+                self.instances[live.place.decode].unassign(live)
             if live.state.terminal:
                 del self.live[live.id]
             else:

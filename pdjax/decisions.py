@@ -87,6 +87,8 @@ def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
             _check(books, scheduler, decision)
             live.place = decision
             books.instances[decision.prefill].enqueue(live)
+            if decision.decode is not None:
+                books.instances[decision.decode].assign(live)
     return rejected
 
 

@@ -56,6 +56,7 @@ class Lane:
         self._pool = PagePool(spec)
         self._slots = list(range(spec.max_rows - 1, -1, -1))
         self._incoming: set[int] = set()
+        self._assigned: dict[int, Live] = {}
         self._snapshot: Mapping[int, Live] | None = None
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
@@ -83,6 +84,11 @@ class Lane:
     @property
     def incoming(self) -> int:
         return len(self._incoming)
+
+    @property
+    def assigned(self) -> Sequence[Ask]:
+        self._assigned = {key: live for key, live in self._assigned.items() if live.awaited_by(self.spec.index)}
+        return tuple(self._assigned.values())
 
     @property
     def running(self) -> Sequence[RowView]:
@@ -145,6 +151,13 @@ class Lane:
         bisect.insort(self.prefills, live, key=lambda other: (other.prefilled == 0, other.order))
         self._pending_tokens += live.context_tokens
 
+    def assign(self, live: Live) -> None:
+        """A request that was placed on another instance is to decode here."""
+        self._assigned[live.id] = live
+
+    def unassign(self, live: Live) -> None:
+        self._assigned.pop(live.id, None)
+
     def dequeue(self, live: Live) -> None:
         """Takes a request out whose prompt is not fully issued."""
         self.prefills.remove(live)
@@ -168,6 +181,7 @@ class Lane:
         """A row that will join once its KV is here: pages and slot are reserved now."""
         self.reserve(live, live.context_tokens + 1, slot=True)
         self._incoming.add(live.id)
+        self._assigned.pop(live.id, None)
 
     def keep(self, live: Live) -> None:
         """A request whose KV waits here decodes here after all; `room_for` it has been asked."""

@@ -107,6 +107,12 @@ class Live:
         """Its prefill instance needs a row slot for it, and a page for the first token."""
         return self.local and not self.single
 
+    def awaited_by(self, instance: int) -> bool:
+        """It was placed elsewhere to decode there, and is not on its way yet."""
+        if self.single or self.place is None or self.place.decode != instance or self.place.prefill == instance:
+            return False
+        return self.decode_on is None and self.state in (State.WAITING, State.PREFILLING, State.MIGRATING)
+
     def to(self, state: State) -> None:
         self.state = advance(self.state, state)
 

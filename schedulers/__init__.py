@@ -17,6 +17,7 @@ from pdjax.schedulers.base import (
 from pdjax.schedulers.colocated import ChunkedColocated, Colocated
 from pdjax.schedulers.disaggregated import Disaggregated
 from pdjax.schedulers.dynamic import Dynamic
+from pdjax.schedulers.splitwise import Splitwise
 
 __all__ = [
     "SCHEDULERS",
@@ -28,6 +29,7 @@ __all__ = [
     "Plan",
     "Reject",
     "Scheduler",
+    "Splitwise",
     "Traits",
     "Wait",
     "decoders",
@@ -41,5 +43,6 @@ SCHEDULERS: dict[str, Callable[[int | None], Scheduler]] = {
     "colocated": lambda stream_from: Colocated(),
     "colocated_chunked": lambda stream_from: ChunkedColocated(),
     "disaggregated": Disaggregated,
+    "splitwise": Splitwise,
     "dynamic": Dynamic,
 }

@@ -112,6 +112,11 @@ class InstanceView(Protocol):
         ...
 
     @property
+    def assigned(self) -> Sequence[Ask]:
+        """Requests that were placed on another instance to decode here, and are not on their way yet."""
+        ...
+
+    @property
     def context_tokens(self) -> int:
         """Sum of the rows' contexts."""
         ...

@@ -5,7 +5,9 @@ every running row. `ChunkedColocated` puts the decode rows first and fills the r
 parts, in one fused pass (Sarathi-Serve, section 4; Dynamic SplitFuse): the stall shrinks to one pass of that budget.
 """
 
-from pdjax.latency import saturating_tokens
+import math
+
+from pdjax.latency import chunk_sizes, saturating_tokens
 from pdjax.messages import Role
 from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Traits, Wait, able, take_chunks
 
@@ -36,11 +38,15 @@ class Colocated:
 
 
 class ChunkedColocated(Colocated):
-    """Decode rows first, then prompt parts that fill the budget exactly.
+    """Decode rows first, then parts of one or more prompts that fill the pass exactly.
 
     Args:
-        budget: tokens of a pass, rows and prompt parts together. 0: the shortest pass that saturates the instance, by
-            its latency model: a longer one makes rows wait and gains no throughput.
+        budget: tokens of a pass, rows and prompt parts together. 0: found for each pass by the latency model. It is
+            the largest compiled size of prompt parts with which the pass keeps the strictest limit of its rows on TPOT
+            and on gaps between tokens, as Sarathi-Serve chooses its budget for a limit on the time between tokens
+            (section 4.3), and at least the smallest, so that prompts move. No size is larger than what saturates the
+            instance: a longer pass makes rows wait and gains no throughput. Rows are padded for themselves, so they
+            come on top of that size, where they cost the prompt nothing.
     """
 
     def __init__(self, budget: int = 0) -> None:
@@ -51,7 +57,30 @@ class ChunkedColocated(Colocated):
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
         if not instance.prefills:
             return Plan(decode=instance.rows > 0)
-        budget = self._budget or saturating_tokens(instance.latency, instance.spec, beside_rows=True)
-        # Rows alone may fill the budget; a prompt must still move, or a full batch would keep it waiting for ever.
-        room = max(budget - instance.rows, 1)
-        return Plan(take_chunks(instance, room), decode=instance.rows > 0)
+        if self._budget:
+            # Rows alone may fill the budget; a prompt must still move, or a full batch would keep it waiting for ever.
+            chunks = take_chunks(instance, max(self._budget - instance.rows, 1))
+        else:
+            chunks = _largest(instance)
+        return Plan(chunks, decode=instance.rows > 0)
+
+
+def _largest(instance: InstanceView) -> tuple[tuple[Ask, int], ...]:
+    """The prompt parts of the next pass."""
+    spec, limit_s = instance.spec, _limit_s(instance)
+    most = saturating_tokens(instance.latency, spec, beside_rows=True)
+    sizes = chunk_sizes(spec, beside_rows=True) or (most // 8, most // 4, most // 2, most)
+    chunks: tuple[tuple[Ask, int], ...] = ()
+    for size in sorted({max(size, 1) for size in sizes if size <= most}, reverse=True):
+        chunks = take_chunks(instance, size)
+        load = instance.load.beside(*((tokens, ask.prefilled) for ask, tokens in chunks))
+        if instance.latency.iteration_s(spec, load) <= limit_s:
+            break
+    return chunks
+
+
+def _limit_s(instance: InstanceView) -> float:
+    """The strictest limit of the rows on a pass that they ride in, seconds."""
+    slos = [row.ask.slo for row in instance.running]
+    limits = [limit for slo in slos for limit in (slo.tpot_ms, slo.itl_p99_ms) if limit is not None]
+    return min(limits, default=math.inf) / 1e3

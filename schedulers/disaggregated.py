@@ -1,10 +1,16 @@
 """Prefill instances prefill, decode instances decode; KV moves between them.
 
-Prompts go first come, first served to the prefill instance with the least pending tokens, rows to the decode instance
-with the least load (DistServe, section 4.3; Splitwise's join-shortest-queue, section 4). Prompts share a pass up to the
-length that saturates the instance: more would only delay the first tokens of all. KV is pushed while the prompt
-is computed ("stream": decode pages are reserved first) or pulled afterwards, when a decode instance has room: until
-then it stays on the prefill side, which is the backpressure.
+What is DistServe's (section 4.3): prompts first come, first served to the prefill instance with the shortest queue;
+prompts share a pass up to the length L_m that saturates the instance, found by profiling, and a longer one goes alone;
+rows to the least loaded decode instance, which pulls the KV when it has room. Until then it stays in prefill pages,
+which buffer bursts and, once full, hold up new prompts: the backpressure.
+
+What is ours: a queue's length is its prompt tokens not issued yet, then the time until what was issued is done; a
+prompt longer than `max_chunk` takes several passes; prompts that fit into the padding of a pass join it; decode
+instances take rows up to their slots and pages, where DistServe takes L_m for the largest batch (more rows than have
+slots here); instances of one role are used for both when those of the other are lost. Prompts of `stream_from` tokens
+and more are pushed while they are computed, so their decode instance is named, and its pages are reserved, before:
+that is Splitwise's (section IV-C), which streams long prompts only.
 """
 
 from pdjax.latency import saturating_tokens
@@ -33,8 +39,7 @@ class Disaggregated:
     traits = Traits(prefill_decodes=False, decode_prefills=False, steady=True)
 
     def __init__(self, stream_from: int | None = None, batch_tokens: int = 0) -> None:
-        if stream_from is not None and stream_from < 1:
-            raise ValueError(f"stream_from is {stream_from}; allowed: tokens >= 1, or None")
+        check_stream_from(stream_from)
         if batch_tokens < 0:
             raise ValueError(f"batch_tokens is {batch_tokens}; allowed: tokens >= 0")
         self._stream_from = stream_from
@@ -44,7 +49,7 @@ class Disaggregated:
         sources, targets = prefillers(cluster.instances), decoders(cluster.instances)
         if not sources or not targets:
             return Wait("no living instance of a role")
-        source = min(sources, key=lambda view: (view.pending_tokens, view.spec.index))
+        source = shortest_queue(sources)
         index, reason = source.spec.index, f"shortest prefill queue: {source.pending_tokens} tokens"
         if index in [view.spec.index for view in targets]:  # the others of a role are lost
             return Place(index, index, "whole", f"{reason}; it decodes too")
@@ -64,6 +69,22 @@ class Disaggregated:
         return Plan(take_prompts(instance, limit), decode=instance.rows > 0)
 
 
+def check_stream_from(stream_from: int | None) -> None:
+    """ValueError if it is no number of tokens from which on prompts are streamed."""
+    if stream_from is not None and stream_from < 1:
+        raise ValueError(f"stream_from is {stream_from}; allowed: tokens >= 1, or None")
+
+
+def shortest_queue(views: list[InstanceView]) -> InstanceView:
+    """The instance with the fewest prompt tokens not issued yet; ties by what is under way, then by number."""
+    return min(views, key=lambda view: (view.pending_tokens, view.busy_s, view.spec.index))
+
+
 def least_loaded(views: list[InstanceView]) -> InstanceView:
-    """The decode instance with the fewest rows, running or on their way; ties by context, then by number."""
-    return min(views, key=lambda view: (view.rows + view.incoming, view.context_tokens, view.spec.index))
+    """The decode instance with the fewest rows, running, on their way or promised; ties by context, then by number."""
+    return min(views, key=lambda view: (rows_due(view), view.context_tokens, view.spec.index))
+
+
+def rows_due(view: InstanceView) -> int:
+    """Decode rows that run on an instance, are on their way to it, or will be when their prompts are computed."""
+    return view.rows + view.incoming + len(view.assigned)

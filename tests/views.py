@@ -31,6 +31,7 @@ class View:
     prefills: list = dataclasses.field(default_factory=list)
     rows: int = 0
     incoming: int = 0
+    assigned: list = dataclasses.field(default_factory=list)
     context_tokens: int = 0
     attended_tokens: int = 0
     running: list = dataclasses.field(default_factory=list)
