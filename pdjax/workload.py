@@ -11,6 +11,7 @@ Kinds:
     lengths:FILE.csv      pairs of lengths drawn from the rows of the file
     azure:FILE.csv        rows of a trace in order of time; Azure's columns or BurstGPT's
     mooncake:FILE.jsonl   the same for a Mooncake trace; prompts share prefixes as its block ids say
+    phases:KIND@N;KIND@N  N requests of one kind, then N of another: a mix that moves (`pdjax.phases`)
 
 All but chat and prompts are driven by lengths: prompts are random tokens, and EOS is ignored so that an answer has the
 length that was asked for.
@@ -34,11 +35,13 @@ from pathlib import Path
 
 import numpy as np
 
-from pdjax import traces
+from pdjax import phases, traces
 from pdjax.checks import check_whole, is_number
 from pdjax.request import SLO, SamplingParams, SLOClass
 
-KINDS = "chat, fixed:IN,OUT, uniform:LO-HI,LO-HI, lengths:FILE, azure:FILE, mooncake:FILE, prompts:FILE"
+KINDS = (
+    "chat, fixed:IN,OUT, uniform:LO-HI,LO-HI, lengths:FILE, azure:FILE, mooncake:FILE, prompts:FILE, phases:KIND@N;..."
+)
 ARRIVALS = "poisson, gamma:CV, uniform, trace, closed:N"
 MAX_ARRIVAL_S = 1e6  # more than that no thread can wait for everywhere
 MAX_CV = 1e3  # of gamma gaps; beyond it, and below its inverse, draws are all zero or all equal
@@ -93,6 +96,7 @@ class _Draft:
     prompt: str | list[dict[str, str]] | list[int]
     max_tokens: int
     id: str | None = None
+    pace: float = 1.0  # by how much faster than the rate it comes
 
 
 def parse(
@@ -140,7 +144,9 @@ def parse(
         if not is_number(seconds):
             raise ValueError(f"{field} is {seconds!r}; allowed: seconds after the first row of a trace")
     drafts, times, notes = _READERS[name](source)
-    arrivals, clients, how = _arrivals(arrival, rate, len(drafts), times, np.random.default_rng((seed, _ARRIVALS)))
+    arrivals, clients, how = _arrivals(
+        arrival, rate, [draft.pace for draft in drafts], times, np.random.default_rng((seed, _ARRIVALS))
+    )
     if not arrivals[-1] <= MAX_ARRIVAL_S:  # NaN is no time either
         raise ValueError(
             f"rate is {rate!r} with arrival {arrival!r}: the last of {len(drafts)} requests comes after "
@@ -167,7 +173,7 @@ def parse(
 
 
 # One stream of random numbers for each purpose, so that none disturbs another.
-_ARRIVALS, _SAMPLING, _LENGTHS, _PROMPTS, _BLOCKS = range(5)
+_ARRIVALS, _SAMPLING, _LENGTHS, _PROMPTS, _BLOCKS, _PHASES = range(6)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -229,6 +235,23 @@ def _read_ranges(source: _Source) -> _Read:
     return [_Draft(source.random_prompt(number, i), o) for number, (i, o) in enumerate(pairs)], None, []
 
 
+def _read_phases(source: _Source) -> _Read:
+    drafts: list[_Draft] = []
+    notes: list[str] = []
+    for index, phase in enumerate(phases.parse(source.detail)):
+        name, _, detail = phase.kind.partition(":")
+        # A seed of its own: two phases of one kind do not have the same prompts.
+        seed = int(np.random.default_rng((source.seed, _PHASES, index)).integers(2**31))
+        part = dataclasses.replace(source, detail=detail, num_requests=phase.count, seed=seed)
+        more, _, said = _READERS[name](part)
+        drafts += [dataclasses.replace(draft, pace=phase.pace) for draft in more]
+        notes += said
+    count = source.num_requests or len(drafts)
+    if count > len(drafts):
+        raise ValueError(f"num_requests is {count}; allowed: at most the {len(drafts)} of all phases")
+    return drafts[:count], None, notes
+
+
 def _read_lengths(source: _Source) -> _Read:
     rows, notes = _usable(source, traces.read_csv(Path(source.detail), timed=False))
     picks = np.random.default_rng((source.seed, _LENGTHS)).integers(len(rows), size=source.count)
@@ -253,6 +276,7 @@ _READERS: dict[str, Callable[[_Source], _Read]] = {
     "lengths": _read_lengths,
     "azure": _read_azure,
     "mooncake": _read_mooncake,
+    "phases": _read_phases,
 }
 
 
@@ -312,9 +336,10 @@ def _trace_prompt(source: _Source, number: int, row: traces.Row, blocks: dict[in
 
 
 def _arrivals(
-    arrival: str, rate: float | None, count: int, times: list[float] | None, rng: np.random.Generator
+    arrival: str, rate: float | None, paces: list[float], times: list[float] | None, rng: np.random.Generator
 ) -> tuple[list[float], int | None, str]:
-    """(seconds, clients of a closed loop, how they come in words)."""
+    """(seconds, clients of a closed loop, how they come in words). `paces`: of the requests, relative to the rate."""
+    count = len(paces)
     name, _, detail = arrival.partition(":")
     if rate is not None and not rate > 0:
         raise ValueError(f"rate is {rate!r}; allowed: requests per second > 0, or inf")
@@ -344,7 +369,7 @@ def _arrivals(
     # Gamma gaps of shape 1/CV^2 have that coefficient of variation; Poisson arrivals are the case of 1.
     gaps = rng.gamma(variation**-2, variation**2, count - 1) if variation else np.ones(count - 1)
     with np.errstate(over="ignore"):  # infinity is refused with all that comes too late
-        ends = np.cumsum(gaps) / rate
+        ends = np.cumsum(gaps / np.asarray(paces[1:])) / rate
     return [0.0, *ends.tolist()], None, f"{arrival} arrivals, {rate:g}/s" if math.isfinite(rate) else "all at once"
 
 
@@ -356,6 +381,30 @@ def _number(arrival: str, text: str, *, whole: bool = False) -> float:
     if not 0 < number < math.inf or (whole and not number.is_integer()):
         raise ValueError(f"arrival is {arrival!r}; allowed: {ARRIVALS}, with a number > 0")
     return number
+
+
+def mean_lengths(kind: str) -> tuple[float, float]:
+    """Mean tokens of a prompt and of an answer of a kind that says them: fixed, uniform, or phases of these.
+
+    Raises:
+        ValueError: another kind.
+    """
+    name, _, detail = kind.partition(":")
+    if name == "phases":
+        parts = phases.parse(detail)
+        means = np.asarray([mean_lengths(phase.kind) for phase in parts])
+        prompt, answer = np.average(means, axis=0, weights=[phase.count for phase in parts]).tolist()
+        return prompt, answer
+    try:
+        if _READERS.get(name) is not _read_ranges:
+            raise ValueError
+        (low_in, high_in), (low_out, high_out) = (_range(text) for text in detail.split(","))
+    except ValueError:
+        raise ValueError(
+            f"workload is {kind!r}; allowed where mean lengths are needed: fixed:IN,OUT, uniform:LO-HI,LO-HI, or "
+            "phases of these"
+        ) from None
+    return (low_in + high_in) / 2, (low_out + high_out) / 2
 
 
 def _range(text: str) -> tuple[int, int]:
