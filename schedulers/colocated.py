@@ -57,12 +57,11 @@ class ChunkedColocated(Colocated):
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
         if not instance.prefills:
             return Plan(decode=instance.rows > 0)
-        if self._budget:
-            # Rows alone may fill the budget; a prompt must still move, or a full batch would keep it waiting for ever.
-            chunks = take_chunks(instance, max(self._budget - instance.rows, 1))
-        else:
-            chunks = _largest(instance)
-        return Plan(chunks, decode=instance.rows > 0)
+        if not self._budget:
+            return Plan(_largest(instance), decode=instance.rows > 0)
+        # Rows alone may fill the budget; a prompt must still move, or a full batch would keep it waiting for ever.
+        room = max(self._budget - instance.rows, 1)
+        return Plan(take_chunks(instance, room), decode=instance.rows > 0)
 
 
 def _largest(instance: InstanceView) -> tuple[tuple[Ask, int], ...]:
