@@ -6,6 +6,8 @@ that looks at no SLO is played once and judged by all.
 """
 
 import dataclasses
+import math
+import time
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -38,6 +40,7 @@ class Effort:
         least, most: requests.
         max_runs: of one search.
         factor, tolerance: of `pdjax.goodput.search`.
+        budget_s: of real time for one scheduler; when it is used up, a search that has a run ends.
     """
 
     seeds: int
@@ -47,6 +50,7 @@ class Effort:
     max_runs: int
     factor: float = 2.0
     tolerance: float = 0.1
+    budget_s: float = math.inf
 
     def count(self, rate: float) -> int:
         """Requests of a run."""
@@ -118,17 +122,18 @@ class Sweep:
         self._make, self._aware = make, aware
 
     def find(self, scheduler: str, play: Play, guesses: Mapping[str, float]) -> None:
-        """Searches the goodput at every point and seed; `guesses`: the first rate to try, by point."""
-        for seed in range(self.effort.seeds):
-            for name in self.points:
-                goodput.search(
-                    lambda rate, name=name, seed=seed: self._trial(scheduler, name, seed, rate, play),  # type: ignore[misc]
-                    guesses[name],
-                    known=self.trials(scheduler, name, seed),
-                    factor=self.effort.factor,
-                    tolerance=self.effort.tolerance,
-                    max_runs=self.effort.max_runs,
-                )
+        """Searches the goodput at every point and seed; `guesses`: the first rate to try, by point. Every search has
+        its first run before any has its second."""
+        began_s = time.monotonic()
+        for max_runs in (1, self.effort.max_runs - 1):
+            for seed in range(self.effort.seeds):
+                for name in self.points:
+                    known = self.trials(scheduler, name, seed)
+                    if max_runs == 1 and any(trial.rate == guesses[name] for trial in known):
+                        continue
+                    if known and time.monotonic() - began_s > self.effort.budget_s:
+                        continue
+                    self._search(scheduler, name, seed, guesses[name], known, max_runs, play)
 
     def scale(self, scheduler: str, play: Play, name: str, rate: float, scales: Sequence[float]) -> None:
         """Plays seed 0 at one rate with the limits of a point at several scales; once, if the scheduler looks at
@@ -170,9 +175,23 @@ class Sweep:
     def _seeds(self, scheduler: str, name: str) -> list[list[Trial]]:
         return [self.trials(scheduler, name, seed) for seed in range(self.effort.seeds)]
 
-    def _trial(self, scheduler: str, name: str, seed: int, rate: float, play: Play) -> Trial:
-        run = self._play(scheduler, name if scheduler in self._aware else "", 1.0, seed, rate, play)
-        return Trial(rate, run.played.met(self.points[name]))
+    def _search(
+        self, scheduler: str, name: str, seed: int, guess: float, known: list[Trial], max_runs: int, play: Play
+    ) -> None:
+        told = name if scheduler in self._aware else ""
+
+        def run(rate: float) -> Trial:
+            played = self._play(scheduler, told, 1.0, seed, rate, play).played
+            return Trial(rate, played.met(self.points[name]))
+
+        goodput.search(
+            run,
+            guess,
+            known=known,
+            factor=self.effort.factor,
+            tolerance=self.effort.tolerance,
+            max_runs=max_runs,
+        )
 
     def _play(self, scheduler: str, told: str, scale: float, seed: int, rate: float, play: Play) -> Run:
         slo = scaled(self.points[told], scale) if told else SLO()

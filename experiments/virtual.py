@@ -7,7 +7,7 @@ model says; nothing else of the machine is there.
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from pdjax import build, eventlog, rerun
 from pdjax.config import EngineConfig
@@ -70,18 +70,18 @@ class Virtual:
     Attributes:
         config: instances and their limits; its scheduler does not matter.
         model: whose KV and context it has.
-        latency: of every instance; None: `usual_latency`.
+        latency: of an instance; `usual_latency` where nothing is known.
     """
 
     config: EngineConfig
     model: ModelConfig
-    latency: LatencyModel | None = None
+    latency: Callable[[InstanceSpec], LatencyModel] | None = None
 
     def specs(self, scheduler: Scheduler) -> tuple[InstanceSpec, ...]:
         return build.specs_of(self.config, self.model, traits_of(scheduler), platform="cpu")
 
     def model_of(self, spec: InstanceSpec) -> LatencyModel:
-        return self.latency or _usual(_whole(spec))
+        return self.latency(spec) if self.latency else _usual(_whole(spec))
 
     @property
     def max_model_len(self) -> int:
