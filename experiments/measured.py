@@ -40,10 +40,13 @@ from pdjax.workload import Workload
 IDLE_S = 60.0  # for pages to come back after the last answer
 
 
-def set_defaults() -> None:
-    """Of the shared flags, for launchers that measure: instances are ranks, each with cores of its own."""
+def set_defaults(**defaults: Any) -> None:
+    """Of flags, for launchers that measure: instances are ranks, each with cores of its own; and `defaults`, by name.
+    To be called where the launcher is the program: who only imports it keeps the flags as they are."""
     absl_flags.set_default(flags.TRANSFER, "mpi")
     absl_flags.set_default(flags.PIN, True)
+    for name, value in defaults.items():
+        absl_flags.FLAGS.set_default(name, value)
 
 
 def on_ranks(main: Callable[[], None], config: EngineConfig) -> None:
