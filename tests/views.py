@@ -35,7 +35,10 @@ class View:
     context_tokens: int = 0
     attended_tokens: int = 0
     running: list = dataclasses.field(default_factory=list)
+    starting: list = dataclasses.field(default_factory=list)
+    expected: list = dataclasses.field(default_factory=list)
     busy_s: float = 0.0
+    became: Role | None = None
     next_role: Role | None = None
     free_pages: int = 64
     prefill_streak: int = 0
@@ -46,7 +49,7 @@ class View:
 
     @property
     def role(self):
-        return self.spec.role
+        return self.became or self.spec.role
 
     @property
     def load(self):

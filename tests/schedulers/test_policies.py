@@ -9,7 +9,7 @@ from pdjax.latency import LatencyModel
 from pdjax.messages import Role
 from pdjax.request import SLO
 from pdjax.schedulers import ChunkedColocated, Colocated, Disaggregated, Dynamic, Place, Traits, Wait, take_chunks
-from pdjax.schedulers.base import traits_of
+from pdjax.schedulers.base import Row, traits_of
 from pdjax.testing import World, spec
 from tests.views import Ask, Cluster, View, views
 from tests.worlds import ask as request
@@ -76,6 +76,30 @@ def test_chunked_finds_its_budget_where_the_instance_saturates():
     assert plan.decode and [n for _, n in plan.chunks] == [128]
 
 
+def limited(prompts, *limits, **changes):
+    """Prompt tokens of a pass beside rows with these TPOT limits: 10 ms, 1 ms a token and 16 ms the rows, 64 tokens
+    saturating: 90, 58, 42 and 34 ms with 64, 32, 16 and 8 tokens."""
+    view = View(spec(0, Role.MIXED, max_chunk=64), [Ask(i, n) for i, n in enumerate(prompts)], **changes)
+    view.running = [Row(Ask(slo=SLO(tpot_ms=limit)), 1, 1, 8, 0.0) for limit in limits]
+    view.rows = 8
+    return [n for _, n in ChunkedColocated().iterate(view, Cluster([view])).chunks]
+
+
+def test_chunked_takes_the_largest_size_that_keeps_the_strictest_limit_of_its_rows():
+    assert limited([100], None, 90) == [64]
+    assert limited([100], None, 89, 60) == [32]
+    assert limited([100], None) == [64]
+
+
+def test_chunked_takes_the_smallest_size_where_no_limit_can_be_kept():
+    assert limited([100], 1) == [8]
+
+
+def test_chunked_fills_a_size_from_several_prompts():
+    assert limited([5, 30, 100]) == [5, 30, 29]
+    assert limited([5, 30, 100], 60) == [5, 27]
+
+
 def test_chunked_moves_a_prompt_even_when_rows_fill_the_budget():
     view = View(spec(0, Role.MIXED), [Ask(0, 50)], rows=8)
     assert [n for _, n in ChunkedColocated(budget=8).iterate(view, Cluster([view])).chunks] == [1]
@@ -107,6 +131,21 @@ def test_rows_go_to_the_least_loaded_decode_instance_with_room():
     cluster.instances[2].rows, cluster.instances[2].incoming = 1, 1
     cluster.instances[3].full = True
     assert Disaggregated().hand_off(Ask(), cluster) == 2
+
+
+def test_of_two_queues_without_pending_tokens_the_one_that_is_done_first_is_shorter():
+    cluster = Cluster(views(Role.PREFILL, Role.PREFILL, Role.DECODE))
+    cluster.instances[0].busy_s = 0.5
+    assert Disaggregated().place(Ask(), cluster).prefill == 1
+
+
+def test_a_burst_of_streamed_requests_spreads_over_the_decode_instances():
+    """Nothing of them is on its way yet when the last one is placed."""
+    roles = Role.PREFILL, Role.DECODE, Role.DECODE
+    w = World([spec(index, role) for index, role in enumerate(roles)], Disaggregated(stream_from=1))
+    w.add(*(request(number, prompt=30) for number in range(6)))
+    decoders = [record.decode_instance for record in w.run().records.values()]
+    assert sorted(decoders) == [1, 1, 1, 2, 2, 2]
 
 
 def test_nothing_is_handed_off_while_no_decode_instance_has_room():
