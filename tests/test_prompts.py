@@ -19,7 +19,7 @@ def test_a_class_brings_its_limits_and_those_it_may_be_degraded_to():
 
 
 def test_what_is_neither_is_refused():
-    with pytest.raises(ValueError, match="slo is 'best'; allowed: a pdjax.SLO, None, or a class: fast, slow"):
+    with pytest.raises(ValueError, match=r"slo is 'best'; allowed: a pdjax.SLO, None, or a class: fast, slow"):
         limits_of("best", CLASSES)
-    with pytest.raises(ValueError, match="slo is 500; allowed: a pdjax.SLO, None, or the name of a class"):
+    with pytest.raises(ValueError, match=r"slo is 500; allowed: a pdjax.SLO, None, or the name of a class"):
         limits_of(500, CLASSES)
