@@ -57,6 +57,10 @@ NAMES = {
     "disaggregated": "disaggregated",
 }
 """How points are called, in the order of the table; the last two decode all rows on one instance."""
+HEADS = {PURE: "pure\ndecode", "prefill_first": "prefill-\nfirst", "chunked": "chunked"} | {
+    ALONE: "disagg.,\nno prompts", "disaggregated": "disagg."
+}  # fmt: skip
+"""The same in few letters."""
 BARS = {"prefill_first": (3.0, math.inf), "disaggregated": (0.0, 1.3)}
 """What the ITL P95 over that of pure decode is expected to be at least and at most."""
 ROW_PROMPT, ANSWER = 16, 2  # tokens of a row's prompt, and of a prompt's answer
@@ -190,21 +194,21 @@ def ratios(
 
 def table(outcomes: Mapping[str, Mapping[str, Any]]) -> Table:
     """One column per point."""
-    made = Table()
-    made.add_column("")
+    made = Table(title="milliseconds", title_justify="left")
+    made.add_column("", no_wrap=True)
     for name in outcomes:
-        made.add_column(NAMES[name], justify="right")
+        made.add_column(HEADS[name], justify="right", no_wrap=True)
     for label, key in (("ITL", "itl_ms"), ("TPOT", "tpot_ms")):
         for p in ("p50", "p95", "p99", "max"):
-            made.add_row(f"{label} {p}, ms", *(_ms(each[key][p]) for each in outcomes.values()))
+            made.add_row(f"{label} {p}", *(_ms(each[key][p]) for each in outcomes.values()))
         base = outcomes[PURE][key]["p95"]
         over = (f"{each[key]['p95'] / base:.2f}" for each in outcomes.values())
-        made.add_row(f"{label} p95 over pure decode", *over, style="bold")
+        made.add_row(f"{label} p95 / pure decode", *over, style="bold")
         made.add_section()
     for p in ("p50", "p95"):
-        made.add_row(f"TTFT of prompts {p}, ms", *(_ms(each["prompt_ttft_ms"][p]) for each in outcomes.values()))
+        made.add_row(f"TTFT of prompts {p}", *(_ms(each["prompt_ttft_ms"][p]) for each in outcomes.values()))
     shares = (f"{each['prompt_share_of_iterations']:.0%}" for each in outcomes.values())
-    made.add_row("iterations with a prompt", *shares)
+    made.add_row("passes with a prompt", *shares)
     return made
 
 
@@ -214,10 +218,10 @@ def _ms(value: float | None) -> str:
 
 def main(argv: list[str]) -> None:
     del argv
-    if not flags.OUT.value:
+    if not (out := flags.OUT.value):
         raise ValueError("out is empty; allowed: a folder to write to")
     configs = {name: config(name) for name in POINTS}
-    measured.on_ranks(lambda: measure(configs), next(iter(configs.values())))
+    measured.on_ranks(lambda: measure(configs, Path(out)), next(iter(configs.values())))
 
 
 def config(scheduler: str) -> EngineConfig:
@@ -225,8 +229,8 @@ def config(scheduler: str) -> EngineConfig:
     return flags.build_config(scheduler=scheduler, decode_max_batch=ROWS.value + 2)
 
 
-def measure(configs: Mapping[str, EngineConfig]) -> None:
-    """Plays all points, on rank 0, and shows and writes what they gave."""
+def measure(configs: Mapping[str, EngineConfig], out: Path) -> None:
+    """Plays all points, on rank 0, and shows what they gave and writes it to `out`."""
     console = Console()
     pace = measured.Pace(
         sum(map(len, POINTS.values())), lambda line: console.print(line, highlight=False, soft_wrap=True)
@@ -235,7 +239,7 @@ def measure(configs: Mapping[str, EngineConfig]) -> None:
     points: dict[str, measured.Point] = {}
     planned: Mix | None = None
     for name, names in POINTS.items():
-        with measured.Bench(configs[name], flags.OUT.value, pace) as bench:
+        with measured.Bench(configs[name], out, pace) as bench:
             spec, instances = bench.engine.specs[0], len(bench.engine.specs)
             sizes = {"rows": ROWS.value, "prompt": PROMPT_TOKENS.value, "instances": instances}
             if planned is None:  # by the colocated instances; all modes get the same requests
@@ -248,7 +252,11 @@ def measure(configs: Mapping[str, EngineConfig]) -> None:
                     max_model_len=spec.max_model_len,
                     seed=flags.SEED.value,
                 )
-                console.print(f"{both.note}; {planned.prefill_busy:.0%} of one instance's time", highlight=False)
+                console.print(
+                    f"{both.note}; to prefill them takes {planned.prefill_busy:.0%} of one instance",
+                    highlight=False,
+                    soft_wrap=True,
+                )
             for point in names:
                 played = without_prompts(both) if point in (PURE, ALONE) else both
                 points[point] = bench.play(point, played)
@@ -257,10 +265,10 @@ def measure(configs: Mapping[str, EngineConfig]) -> None:
     show(console, outcomes)
     given = {"rows": ROWS.value, "prompt_tokens": PROMPT_TOKENS.value, "share": SHARE.value, "seconds": SECONDS.value}
     origin = provenance.collect(flags.given() | given, ranks=launcher.ranks_for(configs["colocated"]))
-    write(points, outcomes, {"provenance": origin, "workload": both.note, "mix": dataclasses.asdict(planned)})
+    write(out, points, outcomes, {"provenance": origin, "workload": both.note, "mix": dataclasses.asdict(planned)})
     if importlib.util.find_spec("matplotlib") is not None:  # `report.write` has said so otherwise
-        picture(points, outcomes, planned, Path(flags.OUT.value) / "interference.png")
-    console.print(f"{flags.OUT.value}/ has summary.json, points/, timeline.json and pictures", highlight=False)
+        picture(points, outcomes, planned, out / "interference.png")
+    console.print(f"{out}/ has summary.json, points/, timeline.json and pictures", highlight=False)
     measured.check(points.values())
 
 
@@ -269,17 +277,20 @@ def show(console: Console, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
     console.print(table({name: outcomes[name] for name in NAMES}))
     for mode, over in ratios(outcomes, "itl_ms").items():
         low, high = BARS.get(mode, (0.0, math.inf))
-        verdict = "as expected" if low <= over <= high else f"expected {f'>= {low:g}' if low else f'<= {high:g}'}"
-        console.print(f"{NAMES[mode]}: ITL P95 is {over:.2f} x that of pure decode, {verdict}")
+        wanted = f"at least {low:g}" if low else f"at most {high:g}"
+        verdict = f"; expected {wanted}: {'ok' if low <= over <= high else 'missed'}" if mode in BARS else ""
+        console.print(f"{NAMES[mode]}: ITL P95 is {over:.2f} x that of pure decode{verdict}", highlight=False)
     moved = outcomes["disaggregated"]
     console.print(
         f"disaggregated: KV came in beside {moved['kv_moves_beside_gaps']:.0%} of the gaps, whose P95 is "
-        f"{_ms(moved['itl_ms_while_kv_moves']['p95'])} ms; without prompts {_ms(outcomes[ALONE]['itl_ms']['p95'])} ms"
+        f"{_ms(moved['itl_ms_while_kv_moves']['p95'])} ms; without prompts {_ms(outcomes[ALONE]['itl_ms']['p95'])} ms",
+        highlight=False,
+        soft_wrap=True,
     )
 
 
 def write(
-    points: Mapping[str, measured.Point], outcomes: Mapping[str, Mapping[str, Any]], head: Mapping[str, Any]
+    out: Path, points: Mapping[str, measured.Point], outcomes: Mapping[str, Mapping[str, Any]], head: Mapping[str, Any]
 ) -> None:
     """summary.json, of which `head` is the first part, requests.jsonl and timeline.json of all points, and the
     timeline's picture."""
@@ -290,15 +301,16 @@ def write(
         "itl_p95_over_same_rows_alone": ratios(outcomes, "itl_ms", SAME_ROWS),
         "points": outcomes,
     }
-    report.write(flags.OUT.value, summary, {name: point.report for name, point in points.items()})
+    report.write(out, summary, {name: point.report for name, point in points.items()})
 
 
 def picture(
     points: Mapping[str, measured.Point], outcomes: Mapping[str, Mapping[str, Any]], planned: Mix, path: Path
 ) -> None:
-    """Gaps of all points, and two periods of those with prompts."""
+    """Gaps of all points, and two periods of those with prompts; only rows count as answers that wait."""
     from pdjax import plots_gaps
 
+    runs = {name: point.report for name, point in points.items()}
     gaps = {
         NAMES[name]: [ms for _, ms in gaps_ms(measured.read_requests(points[name].path), *outcomes[name]["window_s"])]
         for name in NAMES
@@ -307,7 +319,7 @@ def picture(
     strip = (first_s - planned.period_s / 4, first_s + 2 * planned.period_s)
     plots_gaps.interference(
         gaps,
-        {NAMES[mode]: points[mode].report for mode in MODES},
+        {NAMES[mode]: dataclasses.replace(runs[mode], records=_rows(runs[mode].records)) for mode in MODES},
         dict.fromkeys((NAMES[mode] for mode in MODES), strip),
         f"What prompts of {PROMPT_TOKENS.value} tokens do to answers that are being decoded",
         path,

@@ -66,7 +66,7 @@ def _dots(axes: Axes, gaps_ms: Mapping[str, Sequence[float]], limit_ms: float) -
         for percent, width in ((50, 2.6), (95, 1.2)):
             axes.vlines(metrics.percentile(gaps, percent), row - 0.36, row + 0.36, color=GREY, linewidth=width)
         p95_ms = metrics.percentile(gaps, 95)
-        words = f"P95 {p95_ms:.0f} ms" + (f" = {p95_ms / base_ms:.1f} x" if row else "")
+        words = f"P95 {p95_ms:.0f} ms" + (f", {p95_ms / base_ms:.1f} x" if row else "")
         axes.annotate(words, (1.005, row), xycoords=("axes fraction", "data"), va="center", fontsize=9, color=GREY)
     axes.set_xscale("log")
     axes.xaxis.set_major_locator(LogLocator(subs=(1.0, 2.0, 5.0)))

@@ -125,9 +125,9 @@ def test_in_virtual_time_prompts_stall_rows_beside_them_and_not_those_apart(tmp_
     for picture in ("latency_by_run", "timeline"):  # have tests of their own, and take long
         monkeypatch.setattr(pytest.importorskip("pdjax.plots"), picture, lambda runs, path: None)
     with flagsaver.flagsaver():
-        flags.FLAGS(["x", "--model=tiny", f"--out={tmp_path}", "--prefill_chunk=48", "--seconds=12"])
+        flags.FLAGS(["x", "--model=tiny", "--prefill_chunk=48", "--seconds=12"])
         configs = {name: interference.config(name) for name in interference.POINTS}
-        interference.measure(configs)
+        interference.measure(configs, tmp_path)
     summary = json.loads((tmp_path / "summary.json").read_text())
     over = summary["itl_p95_over_pure_decode"]
     assert over["prefill_first"] > 3 and over["disaggregated"] < 1.3 < over["chunked"] < over["prefill_first"]
