@@ -60,6 +60,9 @@ ON_FAILURE_FLAG = flags.DEFINE_enum(
     "on_failure", _DEFAULTS.on_failure, ON_FAILURE, "Of requests on an instance that is lost."
 )
 VERIFY_KV = flags.DEFINE_bool("verify_kv", _DEFAULTS.verify_kv, "Compare the KV of both sides of each transfer.")
+PROFILE = flags.DEFINE_string(
+    "profile", _DEFAULTS.profile, "File of a latency profile (pdjax.experiments.profile); empty: a brief measurement."
+)
 
 WORKLOAD = flags.DEFINE_string("workload", "chat", f"One of {workload.KINDS}.")
 NUM_REQUESTS = flags.DEFINE_integer("num_requests", 10, "Requests; 0: all that the workload has.", lower_bound=0)
@@ -110,6 +113,7 @@ def build_config(**changes: Any) -> EngineConfig:
         "peer_timeout_s": PEER_TIMEOUT_S.value,
         "on_failure": ON_FAILURE_FLAG.value,
         "verify_kv": VERIFY_KV.value,
+        "profile": PROFILE.value,
         "slo_classes": build_classes(),
         "admission": ADMISSION.value,
         "drop_late": DROP_LATE.value,

@@ -6,7 +6,6 @@ Everything that can be refused is refused before anything is loaded: the checks 
 import concurrent.futures
 import contextlib
 import dataclasses
-import logging
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -14,12 +13,13 @@ from collections.abc import Callable, Sequence
 import jax
 from jax.sharding import Mesh
 
-from pdjax import compiles
+from pdjax import compiles, provenance
 from pdjax.config import EngineConfig
 from pdjax.instance import Instance
-from pdjax.latency import LatencyModel, fit
+from pdjax.latency import Probe, Sample
 from pdjax.local import LocalCluster
 from pdjax.messages import InstanceSpec, Role
+from pdjax.models.attention import QUERY_BLOCK, ROW_BLOCK
 from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token, kv_dtype_on
@@ -38,7 +38,6 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 MAX_CONTEXT = 8192  # tokens of a request unless more is asked for: 131072 tokens of KV are nobody's default
 USUAL_TOKENS = 1024  # what the default pools hold per request
 _POLL_S = 0.2  # how often a warm-up looks whether it is still wanted
-_log = logging.getLogger("pdjax")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -51,11 +50,13 @@ class Warmup:
         seconds: of all, measuring the passes included.
         compile_s: seconds in XLA, added over the threads that compile.
     """
+        samples: what was measured, by instance.
 
     programs: tuple[str, ...]
     seconds: float
     compile_s: float
 
+    samples: tuple[tuple[Sample, ...], ...]
 
 def scheduler_of(config: EngineConfig) -> Scheduler:
     """The policy that the configuration names, or brings.
@@ -150,6 +151,12 @@ def dtype_of(config: EngineConfig, platform: str | None = None) -> str:
         return config.dtype
     return "float32" if (platform or platform_here()) == "cpu" else "bfloat16"
 
+def hardware_here() -> str:
+    """What the devices of this process are: their kind, or on CPU the processor's name."""
+    device = jax.devices()[0]
+    return provenance.cpu() if device.platform == "cpu" else str(device.device_kind)
+
+
 
 def build(
     config: EngineConfig, source: Source, specs: Sequence[InstanceSpec], devices: Sequence[jax.Device]
@@ -202,9 +209,9 @@ def instance_of(
 
 
 def warm(
-    cluster: LocalCluster, progress: Progress | None, check: Callable[[], None]
-) -> tuple[list[LatencyModel], Warmup]:
-    """Compiles every program, and fits a latency model per instance; one after the other, each in its own thread.
+    cluster: LocalCluster, probes: Sequence[Probe] | None, progress: Progress | None, check: Callable[[], None]
+) -> Warmup:
+    """Compiles every program and measures passes; one instance after the other, each in its own thread.
 
     Args:
         cluster: its instances do nothing else meanwhile.
@@ -214,26 +221,26 @@ def warm(
 
     def tell(done: int, total: int, what: str) -> None:
         check()
+        probes: passes to measure; None: a few of each size.
         if progress is not None:
             progress(done, total, what)
 
-    def work(instance: Instance) -> tuple[LatencyModel, list[str]]:
+    def work(instance: Instance) -> tuple[list[Sample], list[str]]:
         label = f"{instance.spec.role.value} instance {instance.spec.index}"
-        model = fit(instance.spec, instance.warmup(lambda done, total, what: tell(done, total, f"{label}: {what}")))
-        _log.info("%s is warm: %s", label, model)
-        return model, [f"{label}: {name}" for name, _, _ in instance.programs()]
+        measured = instance.warmup(lambda done, total, what: tell(done, total, f"{label}: {what}"), probes)
+        return measured, [f"{label}: {name}" for name, _, _ in instance.programs()]
 
     started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
-    models, programs = [], []
+    samples, programs = [], []
     for spec in cluster.specs:
         future = cluster.on_lane(spec.index, work)
         while not concurrent.futures.wait([future], _POLL_S).done:
             check()
-        model, names = future.result()
-        models.append(model)
+        measured, names = future.result()
+        samples.append(tuple(measured))
         programs += names
     seconds, (_, after_s) = time.perf_counter() - started, compiles.compiled()
-    return models, Warmup(tuple(programs), seconds, after_s - compiled_s)
+    return Warmup(tuple(programs), seconds, after_s - compiled_s, tuple(samples))
 
 
 def transport_of(config: EngineConfig, instances: Sequence[Instance]) -> Transport:
@@ -291,6 +298,10 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_position:
         raise ValueError(
+        # Where the largest batch does not divide, all of its rows attend together; smaller ones are one block anyway,
+        # or of a size between, which is then predicted as one.
+        row_block=ROW_BLOCK if pool.rows and pool.rows % ROW_BLOCK == 0 else 0,
+        query_block=QUERY_BLOCK if pool.chunk else 0,
             f"max_model_len is {config.max_model_len}; allowed: at most {model.max_position}, the model's context"
         )
     if config.max_model_len:

@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Sequence
 from typing import Any, Literal
 
+from pdjax import profile
 from pdjax.checks import check_whole, is_number
 from pdjax.messages import Role
 from pdjax.request import SLO, SLOClass
@@ -153,8 +154,11 @@ class EngineConfig:
 
     @property
     def stream_from(self) -> int | None:
-        """What a named policy is told: from how many prompt tokens on KV is streamed; None: never."""
-        return 1 if self.stream_layers else None
+        """What a named policy is told: from how many prompt tokens on KV is streamed, which the profile says if there
+        is one; None: never."""
+        if not self.stream_layers:
+            return None
+        return profile.stream_from(self.profile, self.transfer) if self.profile else 1
 
     @property
     def devices(self) -> int:

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import jax
 
-from pdjax import mpi
+from pdjax import mpi, profile
 from pdjax.build import Progress, Warmup, scheduler_of
 from pdjax.capacity import Gauge, Remaining, queued_prompt_tokens, remaining, strictest
 from pdjax.cluster import Cluster
@@ -23,7 +23,7 @@ from pdjax.controller import Controller
 from pdjax.eventlog import EventLog, check_path, header_of
 from pdjax.handle import AsyncDeltas, Delta, Handle, Result
 from pdjax.home import Here, Home
-from pdjax.latency import LatencyModel
+from pdjax.latency import LatencyModel, Probe, fitted
 from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
 from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode, limits_of
@@ -67,6 +67,7 @@ class Engine:
         self._source = resolve(config.model, max_len=config.max_model_len)
         self._home = self._home_of(devices)
         self.specs: tuple[InstanceSpec, ...] = self._home.specs
+        self._profiled = self._from_profile()
 
         self._ids = itertools.count()
         self._handles: dict[int, Handle] = {}
@@ -83,10 +84,9 @@ class Engine:
         started, (_, compiled_s) = time.perf_counter(), self._home.compiled()
         self._cluster = self._home.open(self._check_open)
         try:
-            models = [LatencyModel()] * len(self.specs)
             if config.warmup:
-                models, self._warmup = self._home.warm(progress, self._check_open)
-            self._controller = self._control(models)
+                self._warmup = self._warm(progress, None)
+            self._controller = self._control(self._models())
         except BaseException:
             self._closing.set()
             self._cluster.close()
@@ -125,7 +125,26 @@ class Engine:
             correct=config.correct,
         )
 
-    def warmup(self, progress: Progress | None = None) -> Warmup:
+    def _from_profile(self) -> tuple[LatencyModel, ...]:
+        """The models of `config.profile`, by instance; none without one. ValueError if it is of something else."""
+        config, home = self.config, self._home
+        at = home.dtype, home.hardware, config.transfer
+        return profile.models_for(config.profile, self.specs, self._source.config, *at) if config.profile else ()
+
+    def _warm(self, progress: Progress | None, probes: Sequence[Probe] | None) -> Warmup:
+        if probes is None and self._profiled:
+            probes = ()  # what they would tell is known
+        return self._home.warm(probes, progress, self._check_open)
+
+    def _models(self) -> Sequence[LatencyModel]:
+        """By instance: of the profile, fitted to what the warm-up measured, or constants that fit nothing."""
+        if self._profiled:
+            return self._profiled
+        if self._warmup is None:
+            return [LatencyModel()] * len(self.specs)
+        return [fitted(spec, samples) for spec, samples in zip(self.specs, self._warmup.samples, strict=True)]
+
+    def warmup(self, progress: Progress | None = None, probes: Sequence[Probe] | None = None) -> Warmup:
         """Compiles every program and measures the passes, so that nothing compiles while serving and predictions fit.
 
         The engine does it when it starts, unless `EngineConfig.warmup` is False; then it may come later, before the
@@ -133,6 +152,7 @@ class Engine:
 
         Args:
             progress: told (done, total, what), from another thread.
+            probes: passes to measure; None: those of the profile if there is one, else a few of each size.
 
         Raises:
             RuntimeError: requests have been asked for already; or the engine is closed, or broke.
@@ -142,8 +162,8 @@ class Engine:
             if self._warmup is None:
                 if self._asked:
                     raise RuntimeError("warmup() comes before the first request; this engine has had one")
-                models, self._warmup = self._home.warm(progress, self._check_open)
-                self._controller = self._control(models)  # the one before has seen nothing
+                self._warmup = self._warm(progress, probes)
+                self._controller = self._control(self._models())  # the one before has seen nothing
                 self._compiled, _ = self._home.compiled()
             return self._warmup
 
@@ -159,6 +179,11 @@ class Engine:
     @property
     def devices(self) -> int:
         return sum(spec.devices for spec in self.specs)
+
+    @property
+    def home(self) -> Home:
+        """Where the instances live, and on what."""
+        return self._home
 
     @property
     def compiles_while_serving(self) -> int:

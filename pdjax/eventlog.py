@@ -232,6 +232,8 @@ def _header(line: Any) -> Header:
 def _check_spec(at: str, index: int, spec: InstanceSpec) -> None:
     """An instance must be able to do what its role asks for: a prompt in chunks of no token never ends."""
     prompts, rows = int(spec.role is not Role.DECODE), int(spec.role is not Role.PREFILL)
+        for *_, seconds in model.shapes:
+            _within(f"{at}.shapes", seconds, 0, MAX_TIMEOUT_S)
     for name, low, high in (
         ("index", index, index),
         ("devices", 1, MAX_ITEMS),

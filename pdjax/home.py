@@ -15,13 +15,15 @@ from pdjax.build import (
     build,
     check_meshes,
     devices_for,
+    dtype_of,
+    hardware_here,
     specs_of,
     transport_of,
     warm,
 )
 from pdjax.cluster import Cluster
 from pdjax.config import EngineConfig
-from pdjax.latency import LatencyModel
+from pdjax.latency import Probe
 from pdjax.local import LocalCluster
 from pdjax.messages import InstanceSpec
 from pdjax.models.source import Source
@@ -37,8 +39,18 @@ class Home(Protocol):
         """Loads the weights and makes the pages. `check` is called now and then; what it raises ends it."""
         ...
 
-    def warm(self, progress: Progress | None, check: Callable[[], None]) -> tuple[list[LatencyModel], Warmup]:
-        """Compiles every program of the open cluster, and fits a latency model per instance."""
+    @property
+    def dtype(self) -> str:
+        """Of the weights."""
+        ...
+
+    @property
+    def hardware(self) -> str:
+        """What the devices are: their kind, or on CPU the processor's name."""
+        ...
+
+    def warm(self, probes: Sequence[Probe] | None, progress: Progress | None, check: Callable[[], None]) -> Warmup:
+        """Compiles every program of the open cluster, and measures these passes, or (None) a few of each size."""
         ...
 
     def compiled(self) -> tuple[int, float]:
@@ -70,8 +82,16 @@ class Here:
         self._cluster = LocalCluster(instances, transport_of(config, instances), layers, config.verify_kv)
         return self._cluster
 
-    def warm(self, progress: Progress | None, check: Callable[[], None]) -> tuple[list[LatencyModel], Warmup]:
-        return warm(self._cluster, progress, check)
+    @property
+    def dtype(self) -> str:
+        return dtype_of(self._config)
+
+    @property
+    def hardware(self) -> str:
+        return hardware_here()
+
+    def warm(self, probes: Sequence[Probe] | None, progress: Progress | None, check: Callable[[], None]) -> Warmup:
+        return warm(self._cluster, probes, progress, check)
 
     def compiled(self) -> tuple[int, float]:
         return compiles.compiled()

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from pdjax.latency import Load
+from pdjax.latency import Probe, Sample
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
 from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, slice_sizes, wire_buckets
 from pdjax.models.config import ModelConfig
@@ -163,23 +163,23 @@ class Instance:
         """Seconds that `insert` takes on the device, as measured at warm-up; inf if it was not."""
         return self._insert_s.get((unit.header.layers, unit.header.shape[2]), math.inf)
 
-    def rehearse(self, load: Load) -> Pending:
-        """Dispatches a pass of this load that changes no page and no slot: warm-up and measurements use it."""
-        chunks, rows = self._rehearsal(load)
+    def rehearse(self, probe: Probe) -> Pending:
+        """Dispatches such a pass, which changes no page and no slot: warm-up and measurements use it."""
+        chunks, rows = self._rehearsal(probe)
         return self._pass(chunks, rows, lambda unit: None, dry=True)
 
-    def program_of(self, load: Load) -> tuple[Any, ...]:
-        """Identifies the compiled pass that serves a load: equal for instances that share it."""
-        return self._programs(*self._shape_of(load))[1], self._weights_dtype
+    def program_of(self, probe: Probe) -> tuple[Any, ...]:
+        """Identifies the compiled pass that serves a probe: equal for instances that share it."""
+        return self._programs(*self._shape_of(probe))[1], self._weights_dtype
 
-    def kind_of(self, load: Load) -> tuple[Any, ...]:
-        """Equal for instances on which the load takes equal time: other meshes and pools of the same kind."""
+    def kind_of(self, probe: Probe) -> tuple[Any, ...]:
+        """Equal for instances on which a probe takes equal time: other meshes and pools of the same kind."""
         mesh = self._stages[0].mesh
         kind = len(self._stages), mesh.size, mesh.devices.flat[0].device_kind, self._weights_dtype
-        return self.config, self._shape_of(load), self.spec.page_size, *kind
+        return self.config, self._shape_of(probe), self.spec.page_size, *kind
 
-    def _shape_of(self, load: Load) -> tuple[int, int]:
-        return self.buckets.program_for(sum(tokens for tokens, _ in load.chunks), load.rows)
+    def _shape_of(self, probe: Probe) -> tuple[int, int]:
+        return self.buckets.program_for(sum(tokens for tokens, _ in probe.chunks), len(probe.contexts))
 
     def rehearse_transfers(self) -> None:
         """Calls every program of `insert`, `extract` and streaming, waits, and measures inserts. Changes no page."""
@@ -192,16 +192,15 @@ class Instance:
                 for T in self._insert_sizes:
                     self._insert_s[len(layers), T] = stage.rehearse_insert(layers, T, pages[: self.spec.pages_for(T)])
 
-    def warmup(self, progress: Progress | None = None) -> list[tuple[Load, float]]:
+    def warmup(self, progress: Progress | None = None, probes: Sequence[Probe] | None = None) -> list[Sample]:
         """Compiles every program by calling it, and measures: see `pdjax.warmup.warm_up`."""
-        return warm_up(self, progress)
+        return warm_up(self, progress, probes)
 
     def programs(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
         """(name, jitted function, arguments it can be called or lowered with) of every program that serves."""
         heads: set[int] = set()
         for T, B in self.buckets.pairs:
-            load = Load(((T, 0),) if T else (), B, B, B)
-            chunks, rows = self._rehearsal(load)
+            chunks, rows = self._rehearsal(Probe(((T, 0),) if T else (), (1,) * B))
             shape, programs = self._programs(T, B)
             vector = pack_pass(shape, chunks, rows, dry=True)
             for number, (stage, its) in enumerate(zip(self._stages, programs, strict=True)):
@@ -280,24 +279,22 @@ class Instance:
         first = self._stages[0]
         return self._last if first.share.last else first.carry(self._last)
 
-    def _rehearsal(self, load: Load) -> tuple[list[Chunk], RowArrays | None]:
+    def _rehearsal(self, probe: Probe) -> tuple[list[Chunk], RowArrays | None]:
         spec, width = self.spec, self.spec.pages_for(self.spec.max_model_len)
         pages = tuple(1 + i % spec.usable_pages for i in range(width))
         greedy = SamplingParams(temperature=0.0)
         chunks = [
             Chunk(0, (0,) * tokens, prior, pages[: spec.pages_for(prior + tokens)], spec.max_rows, True, greedy)
-            for tokens, prior in load.chunks
+            for tokens, prior in probe.chunks
         ]
-        if not load.rows:
+        n = len(probe.contexts)
+        if not n:
             return chunks, None
-        n = load.rows
-        context = load.context_tokens // n
-        table = table_of(pages[: spec.pages_for(context)], width)
         rows = RowArrays(
             np.arange(n, dtype=np.int32),
             np.zeros(n, np.int32),
-            np.full(n, context - 1, np.int32),
-            np.tile(table, (n, 1)),
+            np.array(probe.contexts, np.int32) - 1,
+            np.stack([table_of(pages[: spec.pages_for(context)], width) for context in probe.contexts]),
             np.tile(sampling_words(greedy), (n, 1)),
         )
         return chunks, rows

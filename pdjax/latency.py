@@ -2,11 +2,12 @@
 
 An iteration is linear in five features of what the programs really do (padded sizes, the page loop's trip count):
 
-    chunk tokens (padded), sum of chunk * (prior context + chunk / 2), rows (padded), sum of contexts,
-    rows' contexts again, each counted as long as the longest of its block of rows
+    chunk tokens (padded), pairs of a chunk token and a token that it attends to (in whole blocks and pages), rows
+    (padded), sum of contexts, rows' contexts again, each counted as long as the longest of its block of rows
 
 The published forms a + b*sum(L) + c*sum(L^2) (DistServe, prefill) and a + b*sum(ctx) + c*B (decode) are special cases.
-Times are seconds.
+There are few padded sizes, and what a program costs is not quite linear in them: where passes of a size were measured,
+their own constant stands for those of tokens and rows. Times are seconds.
 """
 
 import bisect
@@ -50,6 +51,32 @@ class Load:
         return Load((*self.chunks, *chunks), self.rows, self.context_tokens, self.attended_tokens)
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Probe:
+    """A pass to measure.
+
+    Attributes:
+        chunks: (tokens, prior context) of each prompt part.
+        contexts: of each decode row, in batch order, the token of the step included.
+    """
+
+    chunks: tuple[tuple[int, int], ...] = ()
+    contexts: tuple[int, ...] = ()
+
+    def load(self, spec: InstanceSpec) -> Load:
+        """What it computes on such an instance."""
+        rows = len(self.contexts)
+        return Load(self.chunks, rows, sum(self.contexts), attended(self.contexts, spec.row_block))
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Sample:
+    """A measured pass."""
+
+    probe: Probe
+    seconds: float
+
+
 def kind(load: Load) -> int:
     """Which of KINDS a pass is."""
     return (2 if load.rows else 0) if load.chunks else 1
@@ -57,13 +84,21 @@ def kind(load: Load) -> int:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class LatencyModel:
-    """Coefficients: `iteration` = (constant, the five features), seconds each; transfers cost alpha + bytes / beta.
-    `scale` multiplies the passes of each kind, in the order of KINDS (`pdjax.correction`)."""
+    """What was measured of an instance.
+
+    Attributes:
+        iteration: coefficients: a constant and the five features, seconds each.
+        transfer_alpha_s, transfer_bytes_per_s: a transfer costs alpha + bytes / beta.
+        scale: multiplies the passes of each kind, in the order of KINDS (`pdjax.correction`).
+        shapes: (padded tokens, padded rows, seconds) of measured programs, ascending: constants that stand for the
+            constant, the tokens' and the rows' part of `iteration` where they are known.
+    """
 
     iteration: tuple[float, float, float, float, float, float] = (5e-3, 1e-3, 1e-7, 2e-3, 1e-6, 0.0)
     transfer_alpha_s: float = 1e-3
     transfer_bytes_per_s: float = 1e9
     scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
+    shapes: tuple[tuple[int, int, float], ...] = ()
 
     def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
         """Seconds of one iteration; 0 for an empty one."""
@@ -75,16 +110,26 @@ class LatencyModel:
         """Seconds of each of several decode steps, [steps]: the rows of `load` grow by a token a step. To the last bit
         what `iteration_s` says of each."""
         grown = np.arange(steps)
-        tokens, prior, rows, *_ = features(spec, load)
-        contexts = load.context_tokens + grown * load.rows
-        seconds = self._predict(tokens, prior, rows, contexts, load.attended_tokens + grown * load.rows)
+        tokens, pairs, rows, *_ = features(spec, load)
+        contexts, widen = load.context_tokens + grown * load.rows, _widened(spec, rows, load.rows)
+        seconds = self._predict(tokens, pairs, rows, contexts, (load.attended_tokens + grown * load.rows) * widen)
         return self.scale[kind(load)] * cast(np.ndarray, seconds)
 
-    def _predict(self, tokens: Any, prior: Any, rows: Any, contexts: Any, attended: Any) -> Any:
-        """Of features that are numbers or arrays alike. Written out: from Python 3.12 on, `sum` of numbers rounds
+    def _predict(self, tokens: float, pairs: float, rows: float, contexts: Any, attended: Any) -> Any:
+        """Of contexts that are numbers or arrays alike. Written out: from Python 3.12 on, `sum` of numbers rounds
         in a way of its own."""
-        base, a, b, c, d, e = self.iteration
-        return base + (a * tokens + b * prior + c * rows + d * contexts + e * attended)
+        _, _, b, _, d, e = self.iteration
+        return self._constant(tokens, rows) + (b * pairs + d * contexts + e * attended)
+
+    def _constant(self, tokens: float, rows: float) -> float:
+        """Seconds of a pass of this padded size, before anything attends to anything."""
+        at = bisect.bisect_left(self.shapes, (tokens, rows))
+        if at < len(self.shapes):
+            T, B, seconds = self.shapes[at]
+            if tokens == T and rows == B:
+                return seconds
+        base, a, _, c, _, _ = self.iteration
+        return base + a * tokens + c * rows
 
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
@@ -105,15 +150,35 @@ class LatencyModel:
 
 def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:
     """The five features of a load on an instance with these buckets."""
-    tokens = sum(size for size, _ in load.chunks)
-    rows = spec.row_buckets[-1:] if load.chunks else spec.row_buckets  # beside a chunk there is one size only
+    tokens = bucket(chunk_sizes(spec, beside_rows=load.rows > 0), sum(size for size, _ in load.chunks))
+    rows = bucket(spec.row_buckets[-1:] if load.chunks else spec.row_buckets, load.rows)  # beside a chunk: one size
     return (
-        float(bucket(chunk_sizes(spec, beside_rows=load.rows > 0), tokens)),
-        float(sum(size * (prior + size / 2) for size, prior in load.chunks)),
-        float(bucket(rows, load.rows)),
+        float(tokens),
+        float(_pairs(spec, load.chunks, tokens)),
+        float(rows),
         float(load.context_tokens),
-        float(load.attended_tokens),
+        load.attended_tokens * _widened(spec, rows, load.rows),
     )
+
+
+def _pairs(spec: InstanceSpec, chunks: tuple[tuple[int, int], ...], padded: int) -> float:
+    """Pairs of a prompt token and a token that it attends to, as the programs compute them: a block of queries, full or
+    not, attends to whole pages up to its last token (`pdjax.models.attention.attend_blocks`)."""
+    block, page = min(spec.query_block, padded), spec.page_size
+    if not block:
+        return sum(size * (prior + size / 2) for size, prior in chunks)
+    pages = 0
+    for size, prior in chunks:
+        for end in range(prior + block, prior + size, block):
+            pages += (end + page - 1) // page
+        pages += (prior + size + page - 1) // page  # of the last block, which may not be full
+    return pages * page * block
+
+
+def _widened(spec: InstanceSpec, padded: float, rows: int) -> float:
+    """How many rows attend for each of `rows`: those that fill the last block do as well."""
+    block = spec.row_block or padded
+    return min(padded, -(-rows // block) * block) / rows if rows else 0.0
 
 
 @functools.lru_cache(maxsize=1024)
@@ -150,18 +215,43 @@ def _mixed(chunks: tuple[int, ...], rows: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: LatencyModel | None = None) -> LatencyModel:
-    """Least squares on relative error, no negative coefficient; transfer constants are those of `base`."""
+    """Least squares on relative error, no negative coefficient; transfer constants are those of `base`.
+
+    Where passes are padded, every size that is among the samples gets a constant of its own (`shapes`), and those of
+    `iteration` are fitted to these, for sizes that were not measured.
+    """
+    measured = [(features(spec, load), seconds) for load, seconds in samples]
+    if not measured:
+        raise ValueError("samples is empty; allowed: at least one measured iteration")
+    padded = bool(spec.chunk_buckets or spec.row_buckets)
+    sizes = sorted({(int(T), int(B)) for (T, _, B, _, _), _ in measured}) if padded else []
+    columns = [
+        [*([size == (T, B) for size in sizes] or (1.0, T, B)), pairs, contexts, attended]
+        for (T, pairs, B, contexts, attended), _ in measured
+    ]
+    *constants, b, d, e = solve(columns, [seconds for _, seconds in measured])
+    shapes: tuple[tuple[int, int, float], ...] = ()
+    if sizes:
+        shapes = tuple((T, B, seconds) for (T, B), seconds in zip(sizes, constants, strict=True))
+        known = [shape for shape in shapes if shape[2] > 0]
+        constants = solve([[1.0, T, B] for T, B, _ in known], [seconds for *_, seconds in known])
+    constant, a, c = constants
+    return dataclasses.replace(base or LatencyModel(), iteration=(constant, a, b, c, d, e), shapes=shapes)
+
+
+def fitted(spec: InstanceSpec, samples: Iterable[Sample]) -> LatencyModel:
+    """`fit` to measured passes of such an instance."""
+    return fit(spec, [(sample.probe.load(spec), sample.seconds) for sample in samples])
+
+
+def solve(columns: Sequence[Sequence[float]], seconds: Sequence[float]) -> list[float]:
+    """Coefficients >= 0 with the least sum of squared relative errors."""
     from scipy.optimize import nnls  # slow to import, and only fitting needs it
 
-    rows: list[Sequence[float]] = []
-    for load, seconds in samples:
-        rows.append([value / seconds for value in (1.0, *features(spec, load))])
-    if not rows:
-        raise ValueError("samples is empty; allowed: at least one measured iteration")
-    matrix = np.asarray(rows)
+    matrix = np.asarray(columns, float) / np.asarray(seconds)[:, None]
     scale = np.maximum(matrix.max(axis=0), 1e-30)  # features differ by 1e6: scale columns for the solver
-    solution, _ = nnls(matrix / scale, np.ones(len(rows)))
-    return dataclasses.replace(base or LatencyModel(), iteration=cast(Any, tuple(map(float, solution / scale))))
+    solution, _ = nnls(matrix / scale, np.ones(len(seconds)))
+    return [float(value) for value in solution / scale]
 
 
 def attended(contexts: Sequence[int], block: int) -> int:

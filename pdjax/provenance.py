@@ -42,7 +42,7 @@ def collect(
         "commit": _commit(),
         "python": platform.python_version(),
         "packages": {name: version for name in PACKAGES if (version := _version(name))},
-        "hardware": {"cpu": _cpu(), "cores": _cores(), "memory_bytes": _memory(), "devices": kinds},
+        "hardware": {"cpu": cpu(), "cores": _cores(), "memory_bytes": _memory(), "devices": kinds},
         "flags": {name: _plain(value) for name, value in flags.items()},
         "seed": flags.get("seed"),
         **({"ranks": [{"platform": rank.platform, "devices": rank.devices} for rank in ranks]} if ranks else {}),
@@ -72,7 +72,8 @@ def _git(root: Path, *arguments: str) -> str:
     return done.stdout.strip()
 
 
-def _cpu() -> str:
+def cpu() -> str:
+    """Name of this machine's processor, or its architecture."""
     try:
         for line in Path("/proc/cpuinfo").read_text().splitlines():
             if line.startswith("model name"):

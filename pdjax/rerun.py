@@ -21,6 +21,8 @@ from pdjax.simulated import SimulatedCluster
 
 RUN_STEPS = 4096  # decode steps that the simulation may take at once: no limit in practice
 
+_ROWS = ("row_buckets", "row_block")  # what instances with rows have besides
+_CHUNKS = ("chunk_buckets", "max_chunks", "query_block")
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed:
@@ -160,9 +162,9 @@ def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, .
     for spec, model, role in zip(specs, header.latency, roles, strict=True):
         changed = dataclasses.replace(spec, role=role)
         if role is not Role.PREFILL or traits.prefill_decodes:
-            changed, model = _able(changed, model, header, "max_rows", ("row_buckets",), range(3, 6))
+            changed, model = _able(changed, model, header, "max_rows", _ROWS, range(3, 6))
         if role is not Role.DECODE or traits.decode_prefills:
-            changed, model = _able(changed, model, header, "max_chunk", ("chunk_buckets", "max_chunks"), range(1, 3))
+            changed, model = _able(changed, model, header, "max_chunk", _CHUNKS, range(1, 3))
         made.append((changed, model))
     return tuple(spec for spec, _ in made), tuple(model for _, model in made)
 
@@ -186,7 +188,9 @@ def _able(
             for index, (mine, others) in enumerate(zip(model.iteration, theirs.iteration, strict=True))
         )
         changes: dict[str, Any] = {name: getattr(other, name) for name in (limit, *more)}
-        return dataclasses.replace(spec, **changes), dataclasses.replace(model, iteration=iteration)
+        known = {(T, B): seconds for T, B, seconds in (*theirs.shapes, *model.shapes)}
+        shapes = tuple((T, B, seconds) for (T, B), seconds in sorted(known.items()))
+        return dataclasses.replace(spec, **changes), dataclasses.replace(model, iteration=iteration, shapes=shapes)
     raise ValueError(f"no instance of the log has {limit}; allowed with this policy: at least one")
 
 

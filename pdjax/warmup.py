@@ -1,19 +1,19 @@
 """Compiles every program of an instance before it serves, and measures them. Enters: an instance without traffic.
-Leaves: an instance that compiles nothing any more, and (load, seconds) samples for a latency model. Called by
-`Instance.warmup`.
+Leaves: an instance that compiles nothing any more, and samples for a latency model. Called by `Instance.warmup`.
 
 Programs are compiled in parallel threads, which jit's cache then finds, and after that called once each through the
 very paths that serve: only a real call fills the fast path of jit.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from pdjax.latency import Load
+from pdjax.latency import Probe, Sample
+from pdjax.probes import held
 
 if TYPE_CHECKING:
     from pdjax.instance import Instance
@@ -22,62 +22,81 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 
 _COMPILERS = 2  # threads: more gain nothing, tracing holds the interpreter
 _CONTEXT = 256  # tokens before a chunk, or of a row, in the samples that have a context
+_ROUNDS = 3  # in which a list of passes is measured
 _SHORT_S = 0.1  # passes shorter than this are timed three times, others once
 _called: set[tuple[Any, ...]] = set()  # programs that jit has seen called
-_measured: dict[tuple[Any, ...], float] = {}  # (kind of pass, load) -> seconds
+_measured: dict[tuple[Any, ...], list[float]] = {}  # (kind of pass, probe) -> seconds of each
 
 
-def warm_up(instance: "Instance", progress: Progress | None = None) -> list[tuple[Load, float]]:
-    """Compiles, calls and times; pages and slots are left as they are. Returns samples for `pdjax.latency.fit`."""
+def warm_up(
+    instance: "Instance", progress: Progress | None = None, probes: Sequence[Probe] | None = None
+) -> list[Sample]:
+    """Compiles, calls and times; pages and slots are left as they are.
+
+    Args:
+        probes: passes to measure; None: a few of each size. The others are called once without.
+
+    Returns:
+        What was measured, in this order.
+    """
     report = progress or (lambda done, total, what: None)
-    loads = _loads(instance)
-    pool = ThreadPoolExecutor(_COMPILERS)
+    wanted, rounds = (_brief(instance), 1) if probes is None else (probes, _ROUNDS)
+    pairs, pool = instance.buckets.pairs, ThreadPoolExecutor(_COMPILERS)
     try:
         jobs = [(name, pool.submit(_compile, fn, args)) for name, fn, args in instance.programs()]
-        total = len(jobs) + len(loads)
+        total = len(jobs) + len(pairs) + rounds * len(wanted)
         for done, (name, job) in enumerate(jobs):
             report(done, total, name)
             job.result()
     finally:
         pool.shutdown(cancel_futures=True)  # an interrupted warm-up does not go on compiling
     instance.rehearse_transfers()
-    samples = []
-    for done, load in enumerate(loads, start=len(jobs)):
-        report(done, total, f"measure {load.chunks or ''} {load.rows or ''}".strip())
-        samples.append((load, _seconds(instance, load)))
+    for done, (T, B) in enumerate(pairs, start=len(jobs)):
+        report(done, total, f"call {T}+{B}")
+        _call(instance, Probe(((T, 0),) if T else (), (1,) * B))
+    # One round after the other: a disturbance hits few of the times that a median is made of.
+    for number in range(rounds):
+        for done, probe in enumerate(wanted, start=len(jobs) + len(pairs) + number * len(wanted)):
+            report(done, total, f"measure {probe.chunks or ''} {len(probe.contexts) or ''}".strip())
+            _time(instance, probe, number)
     report(total, total, "ready")
-    return samples
+    return [Sample(probe, float(np.median(_measured[instance.kind_of(probe), probe]))) for probe in wanted]
 
 
 def _compile(fn: Any, args: tuple[Any, ...]) -> None:
     fn.lower(*args).compile()
 
 
-def _loads(instance: "Instance") -> list[Load]:
+def _brief(instance: "Instance") -> list[Probe]:
     """Every pass at its full size; decode steps and the smallest and largest chunks without and with a context,
-    chunks in between without, mixed passes with one."""
+    chunks in between without, mixed passes with one; and the largest batch with one long row, which tells what the
+    others of its block wait for."""
     room, chunks = instance.spec.max_model_len, instance.buckets.chunks
-    loads = []
+    probes = []
     for T, B in instance.buckets.pairs:
         both = not T or (not B and T in (chunks[0], chunks[-1]))
         for context in (0, _CONTEXT) if both else (_CONTEXT,) if B else (0,):
-            prior, held = min(context, room - T), min(context + 1, room)
-            loads.append(Load(((T, prior),) if T else (), B, B * held, B * held))
-    return loads
+            prior = min(context, room - T)
+            probes.append(Probe(((T, prior),) if T else (), (held(instance.spec, context),) * B))
+    if instance.buckets.rows and (B := instance.buckets.rows[-1]) > 1:
+        probes.append(Probe((), (held(instance.spec, _CONTEXT), *(held(instance.spec, 0),) * (B - 1))))
+    return probes
 
 
-def _seconds(instance: "Instance", load: Load) -> float:
-    """Seconds of a pass; whoever asks first measures for all replicas of the kind, also those of later engines."""
-    program, kind = instance.program_of(load), instance.kind_of(load)
+def _call(instance: "Instance", probe: Probe) -> None:
+    """The first call of a program fills jit's fast path and is slower."""
+    program = instance.program_of(probe)
     if program not in _called:
-        instance.rehearse(load).wait()  # the first call fills jit's fast path and is slower
+        instance.rehearse(probe).wait()
         _called.add(program)
-    if (kind, load) not in _measured:
-        times: list[float] = []
-        # With other processes each must run as many, whatever its clock says.
-        while not times or (len(times) < 3 and (times[0] < _SHORT_S or not instance.alone)):
-            began = time.perf_counter()
-            instance.rehearse(load).wait()
-            times.append(time.perf_counter() - began)
-        _measured[kind, load] = float(np.median(times))
-    return _measured[kind, load]
+
+
+def _time(instance: "Instance", probe: Probe, number: int) -> None:
+    """Times a pass in round `number`; whoever asks first measures for all replicas of the kind, also those of later
+    engines."""
+    times = _measured.setdefault((instance.kind_of(probe), probe), [])
+    # With other processes each must run as many, whatever its clock says.
+    while len(times) <= number or (len(times) < 3 and (times[0] < _SHORT_S or not instance.alone)):
+        began = time.perf_counter()
+        instance.rehearse(probe).wait()
+        times.append(time.perf_counter() - began)

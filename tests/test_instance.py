@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from pdjax.compiles import compiled
-from pdjax.latency import Load
+from pdjax.latency import Probe
 from pdjax.messages import Iteration, StartTransfer
 from pdjax.request import SamplingParams
 from tests.replicas import SHARED, Driver, prompt, references, small, stories, table
@@ -182,15 +182,17 @@ def test_warm_up_reports_every_step_and_measures_every_pass(warm):
     instance, samples, reports = warm
     done, total, _ = zip(*reports, strict=True)
     assert list(done) == list(range(total[0] + 1)) and set(total) == {total[0]}
-    assert {(sum(n for n, _ in load.chunks), load.rows) for load, _ in samples} == set(instance.buckets.pairs)
-    assert all(seconds > 0 for _, seconds in samples)
+    probes = [sample.probe for sample in samples]
+    sizes = {(sum(n for n, _ in probe.chunks), len(probe.contexts)) for probe in probes}
+    assert sizes == set(instance.buckets.pairs)
+    assert all(sample.seconds > 0 for sample in samples)
 
 
 def test_warm_up_and_rehearsals_change_no_page_and_no_slot():
     driver = Driver(small())
     first = driver.prefill(0, SHORT)
     before = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
-    driver.instance.rehearse(Load(((16, 8),), 2, 40, 40)).wait()
+    driver.instance.rehearse(Probe(((16, 8),), (13, 27))).wait()
     driver.instance.rehearse_transfers()
     after = driver.instance.read_kv(range(driver.instance.spec.num_pages), 10**6)
     assert (before == after).all()

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.latency import LatencyModel, Load, attended, bucket, features, fit, saturating_tokens
+from pdjax.latency import LatencyModel, Load, Probe, attended, bucket, features, fit, saturating_tokens
 from pdjax.messages import InstanceSpec, Role
 
 SPEC = InstanceSpec(
@@ -39,10 +39,51 @@ def loads(count, seed=0):
 def test_features_are_those_of_padded_programs():
     load = Load(chunks=((10, 0), (7, 100)), rows=3, context_tokens=90, attended_tokens=150)
     # Beside a chunk, rows have the largest size, and chunks have one of the few sizes that rows ride with.
-    assert features(SPEC, load) == (64, 10 * 5 + 7 * 103.5, 8, 90, 150)
+    # All eight rows of the program attend, each for as long as the three do on average.
+    assert features(SPEC, load) == (64, 10 * 5 + 7 * 103.5, 8, 90, 150 * 8 / 3)
     assert features(SPEC, Load(((10, 0), (7, 100)))) == (32, 10 * 5 + 7 * 103.5, 0, 0, 0)
-    assert features(SPEC, Load((), 3, 90, 150)) == (0, 0, 4, 90, 150)
+    assert features(SPEC, Load((), 3, 90, 150)) == (0, 0, 4, 90, 150 * 4 / 3)
     assert features(EXACT, load) == (17, 10 * 5 + 7 * 103.5, 3, 90, 150)
+
+
+def test_prompt_tokens_attend_in_whole_blocks_to_whole_pages():
+    spec = dataclasses.replace(SPEC, query_block=32)  # and pages of 16
+    # 40 tokens behind 20: a block up to token 52, in 4 pages, and one up to token 60, in 4 pages. 5 tokens: one page.
+    assert features(spec, Load(((40, 20), (5, 0))))[1] == 32 * 16 * (4 + 4 + 1)
+    # A pass of 16 tokens has blocks of 16.
+    assert features(spec, Load(((10, 20),)))[1] == 16 * 16 * 2
+
+
+def test_rows_that_fill_the_last_block_attend_as_well():
+    spec = dataclasses.replace(SPEC, row_buckets=(1, 4, 16), row_block=8)
+    assert features(spec, Load((), 9, 90, 90))[4] == 160  # two blocks of 8 in a program of 16
+    assert features(spec, Load((), 3, 90, 90))[4] == 120  # a program of 4
+    assert features(dataclasses.replace(spec, row_block=0), Load((), 9, 90, 90))[4] == 160
+
+
+def test_a_probe_counts_rows_as_long_as_the_longest_of_their_block():
+    probe = Probe(((5, 2),), (1, 7, 3))
+    assert probe.load(dataclasses.replace(SPEC, row_block=2)) == Load(((5, 2),), 3, 11, 17)
+    assert probe.load(SPEC) == Load(((5, 2),), 3, 11, 21)
+
+
+SHAPED = LatencyModel(iteration=(1, 2, 0, 4, 5, 6), shapes=((0, 4, 100.0), (16, 0, 200.0)))
+
+
+def test_a_measured_size_has_a_constant_of_its_own():
+    assert SHAPED.iteration_s(SPEC, Load((), 3, 7, 9)) == 100 + 5 * 7 + 6 * 9 * 4 / 3
+    assert SHAPED.iteration_s(SPEC, Load(((12, 0),))) == 200
+    assert SHAPED.iteration_s(SPEC, Load(((17, 0),))) == 1 + 2 * 32
+    assert SHAPED.iteration_s(SPEC, Load((), 5, 7, 8)) == 1 + 4 * 8 + 5 * 7 + 6 * 8 * 8 / 5
+
+
+def test_several_steps_take_what_each_takes_alone_to_the_last_bit():
+    spec = dataclasses.replace(SPEC, row_block=2)
+    model = LatencyModel((1e-3, 1e-4, 1e-7, 2e-3, 1.1e-6, 1.3e-6), scale=(1, 1.07, 1), shapes=((0, 4, 0.0123),))
+    for rows in (1, 3, 7):
+        steps = model.steps_s(spec, Load((), rows, 31 * rows, 37 * rows), 50)
+        alone = [model.iteration_s(spec, Load((), rows, (31 + n) * rows, (37 + n) * rows)) for n in range(50)]
+        assert steps.tolist() == alone
 
 
 def test_an_iteration_is_a_constant_and_the_weighted_features():
@@ -118,6 +159,14 @@ def test_fit_finds_the_coefficients_that_made_the_samples():
     truth = LatencyModel(iteration=(4e-3, 5e-4, 2e-7, 1e-3, 3e-6, 1e-7))
     fitted = fit(SPEC, [(load, truth.iteration_s(SPEC, load)) for load in loads(200)])
     assert fitted.iteration == pytest.approx(truth.iteration, rel=1e-4)
+
+
+def test_fit_finds_sizes_that_cost_more_than_the_line_says():
+    truth = dataclasses.replace(LatencyModel((4e-3, 5e-4, 2e-7, 1e-3, 3e-6, 1e-7)), shapes=((0, 4, 0.05), (32, 0, 0.5)))
+    samples = [(load, truth.iteration_s(SPEC, load)) for load in loads(200)]
+    fitted = fit(SPEC, samples)
+    assert [fitted.iteration_s(SPEC, load) for load, _ in samples] == pytest.approx([s for _, s in samples], rel=1e-4)
+    assert fitted.shapes == tuple(sorted(fitted.shapes))
 
 
 def test_fit_under_noise_predicts_other_loads_within_the_noise():

@@ -6,6 +6,7 @@ import types
 import pytest
 
 from pdjax import warmup
+from pdjax.latency import Probe, Sample
 
 
 class Replica:
@@ -13,8 +14,8 @@ class Replica:
 
     def __init__(self, alone):
         self.alone, self.passes = alone, 0
-        self.spec = types.SimpleNamespace(max_model_len=1)
-        self.buckets = types.SimpleNamespace(chunks=(), pairs=((0, 1),))
+        self.spec = types.SimpleNamespace(max_model_len=1, page_size=4)
+        self.buckets = types.SimpleNamespace(chunks=(), rows=(1,), pairs=((0, 1),))
 
     def programs(self):
         return ()
@@ -22,12 +23,12 @@ class Replica:
     def rehearse_transfers(self):
         pass
 
-    def program_of(self, load):
+    def program_of(self, probe):
         return (self,)
 
     kind_of = program_of
 
-    def rehearse(self, load):
+    def rehearse(self, probe):
         self.passes += 1
         return types.SimpleNamespace(wait=lambda: None)
 
@@ -39,6 +40,16 @@ def test_long_passes_run_less_often_but_for_those_that_other_processes_run_too(m
     clock = itertools.count(0, pass_s)
     monkeypatch.setattr(warmup, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
     replica = Replica(alone)
-    ((_, seconds), *_) = warmup.warm_up(replica)
+    (sample, *_) = warmup.warm_up(replica)
     assert replica.passes == passes  # the first is not measured
-    assert seconds == pytest.approx(pass_s)
+    assert sample.seconds == pytest.approx(pass_s)
+
+
+def test_passes_that_are_asked_for_are_measured_in_three_rounds(monkeypatch):
+    clock = itertools.count()
+    monkeypatch.setattr(warmup, "time", types.SimpleNamespace(perf_counter=lambda: next(clock)))
+    replica, order = Replica(alone=True), []
+    replica.rehearse = lambda probe: order.append(probe) or types.SimpleNamespace(wait=lambda: None)
+    one, two = Probe((), (1,)), Probe((), (9,))
+    assert warmup.warm_up(replica, probes=(one, two)) == [Sample(one, 1.0), Sample(two, 1.0)]
+    assert order == [one, *(one, two) * 3]  # called once before

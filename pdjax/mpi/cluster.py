@@ -15,7 +15,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from pdjax.build import Progress, Warmup
-from pdjax.latency import LatencyModel
+from pdjax.latency import Probe
 from pdjax.messages import (
     AbortTransfer,
     Command,
@@ -108,15 +108,16 @@ class MpiCluster:
         except queue.Empty:
             return None
 
-    def warm(self, progress: Progress | None, check: Callable[[], None]) -> tuple[list[LatencyModel], Warmup]:
+    def warm(self, probes: Sequence[Probe] | None, progress: Progress | None, check: Callable[[], None]) -> Warmup:
         """As `pdjax.build.warm`, on all ranks at the same time: each has devices of its own."""
         started = time.perf_counter()
         self._on_progress = progress
-        answers = self._ask(words.Warm(), check)
+        answers = self._ask(words.Warm(None if probes is None else tuple(probes)), check)
         leaders = [answers[spec.ranks[0]] for spec in self.specs]
         programs = tuple(name for answer in leaders for name in answer.programs)
         compile_s = sum(answer.compile_s for answer in answers.values())
-        return [answer.latency for answer in leaders], Warmup(programs, time.perf_counter() - started, compile_s)
+        samples = tuple(answer.samples for answer in leaders)
+        return Warmup(programs, time.perf_counter() - started, compile_s, samples)
 
     def latency(self, count: int = 20) -> dict[int, float]:
         """Seconds that a word takes to each rank and back, while nothing else is said: the median of `count`."""

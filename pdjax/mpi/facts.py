@@ -21,6 +21,7 @@ class Facts:
         same: (name, value) of all that must be the same on every rank.
         error: why it cannot take part, or None.
         platform: of its devices ("cpu", "gpu", "tpu"); "" on rank 0, which needs none.
+        hardware: what they are (`pdjax.build.hardware_here`).
         devices: how many it has for its part of an instance.
         offset_s: what to add to its `time.perf_counter()` to get rank 0's.
     """
@@ -31,6 +32,7 @@ class Facts:
     same: tuple[tuple[str, str], ...] = ()
     error: str | None = None
     platform: str = ""
+    hardware: str = ""
     devices: int = 0
     offset_s: float = 0.0
 

@@ -8,12 +8,12 @@ import itertools
 import os
 import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from pdjax.build import Progress, Warmup, check_meshes, dtype_of, specs_of
 from pdjax.cluster import Cluster
 from pdjax.config import EngineConfig
-from pdjax.latency import LatencyModel
+from pdjax.latency import Probe
 from pdjax.messages import InstanceSpec
 from pdjax.models.source import Source
 from pdjax.mpi import words
@@ -133,11 +133,19 @@ class Ranks:
         self._cluster = self._head.open(self._build, check)
         return self._cluster
 
-    def warm(self, progress: Progress | None, check: Callable[[], None]) -> tuple[list[LatencyModel], Warmup]:
+    @property
+    def dtype(self) -> str:
+        return self._build.dtype
+
+    @property
+    def hardware(self) -> str:
+        return self._head.facts[1].hardware
+
+    def warm(self, probes: Sequence[Probe] | None, progress: Progress | None, check: Callable[[], None]) -> Warmup:
         assert self._cluster is not None, "the cluster is not open"
-        models, done = self._cluster.warm(progress, check)
+        done = self._cluster.warm(probes, progress, check)
         self._compile_s = done.compile_s
-        return models, done
+        return done
 
     def compiled(self) -> tuple[int, float]:
         """Since the warm-up; the seconds are those of the warm-up, added over the ranks."""

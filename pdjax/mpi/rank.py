@@ -19,7 +19,7 @@ from pdjax.build import instance_of, load
 from pdjax.config import EngineConfig
 from pdjax.home import use_cache
 from pdjax.instance import Instance
-from pdjax.latency import fit
+from pdjax.latency import Probe
 from pdjax.messages import InstanceSpec
 from pdjax.models.buckets import wire_buckets
 from pdjax.models.config import ModelConfig
@@ -63,8 +63,8 @@ class _Rank:
                 case words.Build() as build:
                     self._line.epoch = build.engine
                     self._line.tell(0, self._build(build))
-                case words.Warm():
-                    self._warm()
+                case words.Warm(probes):
+                    self._warm(probes)
                 case words.EndEngine():
                     self._close()
                     self._line.tell(0, words.Ended())
@@ -117,7 +117,7 @@ class _Rank:
         _log.info("rank %d sends KV by %s", self._line.rank, road)
         return aware, road
 
-    def _warm(self) -> None:
+    def _warm(self, probes: Sequence[Probe] | None) -> None:
         """In the lane's thread, like all that touches the instance."""
         instance, part = self._instance, self._part
         assert instance is not None and part is not None, "Build comes before Warm"
@@ -131,11 +131,11 @@ class _Rank:
 
         def work() -> None:
             _, before_s = compiles.compiled()
-            latency = fit(instance.spec, instance.warmup(tell))
+            samples = tuple(instance.warmup(tell, probes))
             label = f"{instance.spec.role.value} instance {instance.spec.index}"
             programs = tuple(f"{label}: {name}" for name, _, _ in instance.programs())
             part.warmed()
-            self._line.tell(0, words.Warmed(latency, programs, compiles.compiled()[1] - before_s))
+            self._line.tell(0, words.Warmed(samples, programs, compiles.compiled()[1] - before_s))
 
         part.on_lane(lambda _: work())
 

@@ -90,7 +90,10 @@ def start(world: Any, config: EngineConfig) -> Job:
         with _deadline(world, lambda: f"the ranks {ranks} of instance {index} did not find each other"):
             devices.join_ranks(group, len({hosts[other] for other in ranks}) == 1)
     if rank:
-        own = dataclasses.replace(own, platform=devices.platform(), devices=min(takes[rank], devices.count()))
+        from pdjax.build import hardware_here  # which imports JAX: not before `devices.choose`
+
+        platform, count = devices.platform(), min(takes[rank], devices.count())
+        own = dataclasses.replace(own, platform=platform, hardware=hardware_here(), devices=count)
     everybody = _compared(world, own)
     control, data = world.Dup(), world.Dup()
     for communicator in (world, control, data):

@@ -7,7 +7,7 @@ and `Credit` (`pdjax.transfer.parcel`) to each other.
 
 import dataclasses
 
-from pdjax.latency import LatencyModel
+from pdjax.latency import Probe, Sample
 from pdjax.messages import InstanceSpec, Iteration, IterationDone, StartTransfer
 from pdjax.transfer.parcel import Credit, Parcel
 
@@ -44,7 +44,10 @@ class Echo:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Warm:
-    """Compile and measure. Answered by `Warmed`, after any number of `Progress`."""
+    """Compile, and measure these passes, or (None) a few of each size. Answered by `Warmed`, after any number of
+    `Progress`."""
+
+    probes: tuple[Probe, ...] | None
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ class Progress:
 class Warmed:
     """What a warm-up did; see `pdjax.build.Warmup`."""
 
-    latency: LatencyModel
+    samples: tuple[Sample, ...]
     programs: tuple[str, ...]
     compile_s: float
 
