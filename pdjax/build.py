@@ -49,14 +49,14 @@ class Warmup:
             the compilation cache had them.
         seconds: of all, measuring the passes included.
         compile_s: seconds in XLA, added over the threads that compile.
-    """
         samples: what was measured, by instance.
+    """
 
     programs: tuple[str, ...]
     seconds: float
     compile_s: float
-
     samples: tuple[tuple[Sample, ...], ...]
+
 
 def scheduler_of(config: EngineConfig) -> Scheduler:
     """The policy that the configuration names, or brings.
@@ -145,17 +145,17 @@ def platform_here() -> str:
     return platform
 
 
-def dtype_of(config: EngineConfig, platform: str | None = None) -> str:
-    """The dtype of the weights on a platform; None: the one at hand."""
-    if config.dtype != "auto":
-        return config.dtype
-    return "float32" if (platform or platform_here()) == "cpu" else "bfloat16"
-
 def hardware_here() -> str:
     """What the devices of this process are: their kind, or on CPU the processor's name."""
     device = jax.devices()[0]
     return provenance.cpu() if device.platform == "cpu" else str(device.device_kind)
 
+
+def dtype_of(config: EngineConfig, platform: str | None = None) -> str:
+    """The dtype of the weights on a platform; None: the one at hand."""
+    if config.dtype != "auto":
+        return config.dtype
+    return "float32" if (platform or platform_here()) == "cpu" else "bfloat16"
 
 
 def build(
@@ -215,13 +215,13 @@ def warm(
 
     Args:
         cluster: its instances do nothing else meanwhile.
+        probes: passes to measure; None: a few of each size.
         progress: told (done, total, what) from those threads.
         check: called now and then; what it raises ends the warm-up.
     """
 
     def tell(done: int, total: int, what: str) -> None:
         check()
-        probes: passes to measure; None: a few of each size.
         if progress is not None:
             progress(done, total, what)
 
@@ -292,16 +292,16 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_
         kv_bytes_per_token=kv_bytes_per_token,
         chunk_buckets=chunk_buckets(pool.chunk),
         row_buckets=row_buckets(pool.rows),
+        # Where the largest batch does not divide, all of its rows attend together; smaller ones are one block anyway,
+        # or of a size between, which is then predicted as one.
+        row_block=ROW_BLOCK if pool.rows and pool.rows % ROW_BLOCK == 0 else 0,
+        query_block=QUERY_BLOCK if pool.chunk else 0,
     )
 
 
 def _max_model_len(config: EngineConfig, model: ModelConfig) -> int:
     if config.max_model_len > model.max_position:
         raise ValueError(
-        # Where the largest batch does not divide, all of its rows attend together; smaller ones are one block anyway,
-        # or of a size between, which is then predicted as one.
-        row_block=ROW_BLOCK if pool.rows and pool.rows % ROW_BLOCK == 0 else 0,
-        query_block=QUERY_BLOCK if pool.chunk else 0,
             f"max_model_len is {config.max_model_len}; allowed: at most {model.max_position}, the model's context"
         )
     if config.max_model_len:

@@ -224,6 +224,8 @@ def _header(line: Any) -> Header:
             _within(f"{at}.iteration", coefficient, 0, MAX_TIMEOUT_S)
         _within(f"{at}.transfer_alpha_s", model.transfer_alpha_s, 0, MAX_TIMEOUT_S)
         _within(f"{at}.transfer_bytes_per_s", model.transfer_bytes_per_s, 0, math.inf, above=True)
+        for *_, seconds in model.shapes:
+            _within(f"{at}.shapes", seconds, 0, MAX_TIMEOUT_S)
         for factor in model.scale:
             _within(f"{at}.scale", factor, 0, MAX_TIMEOUT_S)
     return header
@@ -232,8 +234,6 @@ def _header(line: Any) -> Header:
 def _check_spec(at: str, index: int, spec: InstanceSpec) -> None:
     """An instance must be able to do what its role asks for: a prompt in chunks of no token never ends."""
     prompts, rows = int(spec.role is not Role.DECODE), int(spec.role is not Role.PREFILL)
-        for *_, seconds in model.shapes:
-            _within(f"{at}.shapes", seconds, 0, MAX_TIMEOUT_S)
     for name, low, high in (
         ("index", index, index),
         ("devices", 1, MAX_ITEMS),

@@ -42,6 +42,7 @@ class InstanceSpec:
         kv_bytes_per_token: bytes of K and V of one token, all layers.
         chunk_buckets, row_buckets: ascending padded sizes its programs are compiled for.
         row_block: decode rows that attend together, each as long as the longest of them; 0: all of the batch.
+        query_block: prompt tokens that attend together, to whole pages; 0: each to those before it.
         ranks: the ranks of an `mpirun` job that it runs on, its leader first; empty in one process.
     """
 
@@ -60,6 +61,7 @@ class InstanceSpec:
     chunk_buckets: tuple[int, ...] = ()
     row_buckets: tuple[int, ...] = ()
     row_block: int = 0
+    query_block: int = 0
     ranks: tuple[int, ...] = ()
 
     @property

@@ -20,9 +20,9 @@ from pdjax.schedulers.base import Scheduler, Traits, traits_of
 from pdjax.simulated import SimulatedCluster
 
 RUN_STEPS = 4096  # decode steps that the simulation may take at once: no limit in practice
-
 _ROWS = ("row_buckets", "row_block")  # what instances with rows have besides
 _CHUNKS = ("chunk_buckets", "max_chunks", "query_block")
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Replayed:
