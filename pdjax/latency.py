@@ -185,13 +185,14 @@ def _widened(spec: InstanceSpec, padded: float, rows: int) -> float:
 def saturating_tokens(model: LatencyModel, spec: InstanceSpec, *, beside_rows: bool = False) -> int:
     """Prompt tokens of the shortest pass that uses the instance well: DistServe's L_m (section 4.3).
 
-    The smallest padded size of a pass whose predicted prompt tokens per second, in a pass of its own, reach SATURATED
-    of the best size's. With more tokens a pass takes longer and computes hardly more per second.
+    The smallest padded size of a pass whose predicted prompt tokens per second reach SATURATED of the best size's. With
+    more tokens a pass takes longer and computes hardly more per second.
 
     Args:
         model: predicts this instance's passes.
         spec: the instance; without sizes of its own, powers of two and `max_chunk` are looked at.
-        beside_rows: choose among the sizes that decode rows can ride with.
+        beside_rows: choose among the sizes that decode rows can ride with, by passes in which rows do: what these cost
+            comes with every pass, so that longer ones pay. False: by passes of prompts alone.
 
     Returns:
         Tokens, at most `max_chunk`; 0 for an instance that takes no prompts.
@@ -200,7 +201,8 @@ def saturating_tokens(model: LatencyModel, spec: InstanceSpec, *, beside_rows: b
         return 0
     powers = (1 << power for power in range(spec.max_chunk.bit_length()))
     sizes = chunk_sizes(spec, beside_rows=beside_rows) or (*(n for n in powers if n < spec.max_chunk), spec.max_chunk)
-    rates = {size: size / max(model.iteration_s(spec, Load(((size, 0),))), 1e-12) for size in sizes}
+    rows = int(beside_rows)  # beside a chunk one row is padded like all
+    rates = {size: size / max(model.iteration_s(spec, Load(((size, 0),), rows)), 1e-12) for size in sizes}
     return min(size for size, rate in rates.items() if rate >= SATURATED * max(rates.values()))
 
 

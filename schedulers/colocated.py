@@ -18,6 +18,7 @@ class Colocated:
     """Prefill-first; requests go to the instance with the least work."""
 
     traits = Traits(colocated=True, steady=True)
+    rows_ride = False  # in passes of prompts: they stand still, which admission reckons with
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
         views = able(cluster.instances, *Role)
@@ -42,12 +43,14 @@ class ChunkedColocated(Colocated):
 
     Args:
         budget: tokens of a pass, rows and prompt parts together. 0: found for each pass by the latency model. It is
-            the largest compiled size of prompt parts with which the pass keeps the strictest limit of its rows on TPOT
-            and on gaps between tokens, as Sarathi-Serve chooses its budget for a limit on the time between tokens
-            (section 4.3), and at least the smallest, so that prompts move. No size is larger than what saturates the
-            instance: a longer pass makes rows wait and gains no throughput. Rows are padded for themselves, so they
-            come on top of that size, where they cost the prompt nothing.
+            the compiled size of prompt parts that saturates mixed passes, or the largest below it with which the pass
+            keeps the strictest limit of its rows on the time between tokens, as Sarathi-Serve chooses its budget
+            (section 4.3); at least the smallest, so that prompts move. TPOT, a mean, sets no limit on a pass: shorter
+            passes are more passes, each with its rows' step to pay, and attainment of both limits fell. Rows are
+            padded for themselves, so they come on top of that size, where they cost the prompt nothing.
     """
+
+    rows_ride = True
 
     def __init__(self, budget: int = 0) -> None:
         if budget < 0:
@@ -79,7 +82,6 @@ def _largest(instance: InstanceView) -> tuple[tuple[Ask, int], ...]:
 
 
 def _limit_s(instance: InstanceView) -> float:
-    """The strictest limit of the rows on a pass that they ride in, seconds."""
-    slos = [row.ask.slo for row in instance.running]
-    limits = [limit for slo in slos for limit in (slo.tpot_ms, slo.itl_p99_ms) if limit is not None]
-    return min(limits, default=math.inf) / 1e3
+    """The strictest limit of the rows on a gap between tokens, and so on a pass that they ride in, seconds."""
+    limits = [row.ask.slo.itl_p99_ms for row in instance.running]
+    return min((limit for limit in limits if limit is not None), default=math.inf) / 1e3
