@@ -15,6 +15,7 @@ from pdjax.lane import Lane
 from pdjax.latency import LatencyModel
 from pdjax.live import Live
 from pdjax.messages import AbortTransfer, Command, InstanceSpec, Role, StartTransfer
+from pdjax.record import FlipRecord, MoveRecord
 from pdjax.request import Request, State
 from pdjax.traffic import Traffic
 
@@ -33,6 +34,8 @@ class Books:
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
+        flips: instances that change their role, and since when and why.
+        revised: what to write down about revisions.
     """
 
     def __init__(
@@ -53,6 +56,8 @@ class Books:
         self.wait = ""
         self.commands: list[Command] = []
         self.transfers: dict[int, Live] = {}
+        self.flips: dict[int, tuple[float, str]] = {}
+        self.revised: list[FlipRecord | MoveRecord] = []
         self._deadlines: deque[tuple[float, int]] = deque()
         self._expiries: list[tuple[float, int]] = []  # a heap of (deadline, request)
         self._timeout = transfer_timeout_s
@@ -62,6 +67,12 @@ class Books:
     def stalled(self) -> bool:
         """Requests are live, but nothing that is under way can move them: only another event could."""
         return bool(self.live) and not self.transfers and not any(lane.in_flight for lane in self.instances)
+
+    def living(self, index: object) -> bool:
+        """Whether a policy may name it."""
+        if not isinstance(index, int) or isinstance(index, bool):
+            return False
+        return 0 <= index < len(self.instances) and self.instances[index].alive
 
     # --- in ---------------------------------------------------------------------------------------------------------
 
@@ -167,11 +178,45 @@ class Books:
                 out.append((key, live))
         return out
 
+    def unplace(self, live: Live) -> None:
+        """Back to the queue: it waits, and nothing of it was begun."""
+        assert live.place is not None
+        self.instances[live.place.prefill].dequeue(live)
+        live.place = None
+        self.enqueue(live)
+
+    def move(self, live: Live, target: int) -> None:
+        """Takes a row out of its batch, to go on on another instance. The steps in flight still give their tokens; when
+        they are done, its KV waits to be handed off."""
+        lane = self.instances[live.home]
+        lane.leave(live)
+        live.moving = target
+        live.moves += 1
+        live.attempt += 1  # what is filed under the old one means a stay that is over
+        if not lane.barrier(live):
+            self._uproot(live)
+
+    def _uproot(self, live: Live) -> None:
+        self.instances[live.home].uproot(live)
+        live.uproot()
+        assert live.moving is not None
+        if live.moving != live.home:
+            self.instances[live.moving].assign(live)
+        self.hold(live)
+
+    def stay(self, live: Live) -> None:
+        """The instance that its row was to go to is lost: it goes on where its KV is, when it can."""
+        live.moving = live.home
+        if live.state is State.MIGRATING:
+            assert live.place is not None
+            live.place = dataclasses.replace(live.place, decode=live.home)
+
     def join(self, live: Live) -> None:
         assert live.place is not None and live.decode_on is not None
         self.instances[live.place.prefill].give_back(live, slot=None)
         self.instances[live.decode_on].join(live, live.first)
         live.to(State.DECODING)
+        live.moving = None
 
     def keep(self, live: Live) -> None:
         """A request whose KV waits where it was computed decodes there: nothing moves."""
@@ -181,13 +226,13 @@ class Books:
         live.place = dataclasses.replace(live.place, decode=live.place.prefill)
         lane.join(live, live.first)
         live.to(State.DECODING)
+        live.moving = None
 
     # --- out --------------------------------------------------------------------------------------------------------
 
     def retire(self, live: Live, state: State) -> None:
         if live.state is State.DECODING:
-            assert live.place is not None
-            self.instances[live.place.prefill if live.decode_on is None else live.decode_on].settle(live)
+            self.instances[live.home].settle(live)
         live.to(state)
         if live in self.queue:
             self.queue.remove(live)
@@ -204,9 +249,13 @@ class Books:
         self.freed([live])
 
     def freed(self, lives: Sequence[Live]) -> None:
-        """Gives back what the requests held, if nothing can touch it any more; preempted ones wait again."""
+        """Gives back what the requests held, if nothing can touch it any more; preempted ones wait again, and rows
+        that move wait for their hand-off."""
         for live in lives:
             if live.holds or live.id not in self.live:
+                continue
+            if live.state is State.DECODING:  # its row left its batch only to go on elsewhere
+                self._uproot(live)
                 continue
             for lane in self._lanes(live):
                 decodes = lane.spec.index == live.decode_on or live.local

@@ -111,7 +111,8 @@ def specs_of(
     roles = config.roles(traits.colocated)
     platform = platform or platform_here()
     kv = kv_bytes_per_token(model, kv_dtype_on(platform, dtype_of(config, platform)))
-    return tuple(_spec(index, pools[role], config, max_len, kv) for index, role in enumerate(roles))
+    specs = [_spec(index, pools[role], config, max_len, kv) for index, role in enumerate(roles)]
+    return tuple(dataclasses.replace(spec, moves=traits.moves) for spec in specs)
 
 
 def devices_for(count: int, given: Sequence[jax.Device] | None = None) -> Sequence[jax.Device]:
@@ -204,7 +205,7 @@ def instance_of(
         stream_layers=stream_layers,
         cuts=sorted(cuts),
         peer_buckets=sorted(sizes),
-        exchanges=any(other.role is not Role.MIXED for other in specs),
+        exchanges=spec.moves or any(other.role is not Role.MIXED for other in specs),
     )
 
 

@@ -9,6 +9,7 @@ The life of a request, by the events that move it (the states are those of `pdja
          elsewhere:      KV is on its way, or waits here until a decode instance has room                MIGRATING
     4 TransferDone       it joins the decode batch; its prefill pages are free                           DECODING
     5 IterationDone      a token per step; a stop is seen one step late, that token is dropped           FINISHED
+      (decide)           the policy moves the row: out of the batch; when its steps are done, as in 3    MIGRATING
 
 What goes wrong takes one road, `Books.retire`: out of every batch and queue; pages come back when nothing in flight
 and no transfer can touch them; then the request ends, or is WAITING again with its tokens as part of the prompt.
@@ -41,8 +42,9 @@ from pdjax.messages import (
     TransferDone,
     TransferFailed,
 )
-from pdjax.record import FinishReason, IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FinishReason, FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.request import Request, State
+from pdjax.revisions import reviser_of
 from pdjax.schedulers.base import Scheduler, traits_of
 
 STALL_S = 10.0  # after which requests that nothing can move are given up
@@ -59,6 +61,7 @@ class Sink(Protocol):
     def done(self, request: Request, record: RequestRecord) -> None: ...
     def iteration(self, record: IterationRecord) -> None: ...
     def transfer(self, record: TransferRecord) -> None: ...
+    def revised(self, record: FlipRecord | MoveRecord) -> None: ...
 
 
 class Controller:
@@ -92,7 +95,7 @@ class Controller:
         if correct and max_steps > 1:
             raise ValueError(f"max_steps is {max_steps}; allowed with correct, which looks at every pass: 1")
         self.books = Books(specs, latency, transfer_timeout_s, max_steps if traits_of(scheduler).steady else 1)
-        self._scheduler = scheduler
+        self._scheduler, self._reviser = scheduler, reviser_of(scheduler)
         self._sink = sink
         self._max_queue = max_queue
         self._on_failure = on_failure
@@ -131,9 +134,12 @@ class Controller:
             self._end(live, State.ABORTED, "deadline")
         for key, live in books.overdue():
             self._restart(live, f"transfer {key}: TimeoutError: no answer in time")
-        for live, reason in decide(books, self._scheduler):
+        for live, reason in decide(books, self._scheduler, self._reviser):
             live.note = reason
             self._end(live, State.REJECTED, "rejected")
+        for record in books.revised:
+            self._sink.revised(record)
+        books.revised.clear()
         self._watch_stall()
         return books.commands
 
@@ -255,7 +261,8 @@ class Controller:
             return
         live.arrived = True
         timeline = live.timeline
-        timeline.transfer_start_s, timeline.transfer_end_s = event.started_s, event.finished_s
+        if timeline.decode_start_s is None:  # its hand-off; a row that moves has begun already
+            timeline.transfer_start_s, timeline.transfer_end_s = event.started_s, event.finished_s
         timeline.transfer_bytes += event.nbytes
         timeline.transfer_busy_s += event.busy_s
         timeline.transfer_hidden_s += event.hidden_s
@@ -271,7 +278,10 @@ class Controller:
         lane = self.books.instances[index]
         if not lane.alive:
             return
-        freed = lane.lose()
+        self.books.flips.pop(index, None)
+        lane.next_role = None
+        # Rows that were about to move are seen to below, like all that is there.
+        freed = [live for live in lane.lose() if live.state is not State.DECODING]
         for live in list(self.books.live.values()):
             live.failures = 0  # those until now may have been this instance's doing
             place = live.place
@@ -280,9 +290,9 @@ class Controller:
             there = bool(lane.pool.pages(live.id))
             if live.state is State.WAITING:
                 if index in (place.prefill, place.decode):
-                    self.books.instances[place.prefill].dequeue(live)
-                    live.place = None
-                    self.books.enqueue(live)
+                    self.books.unplace(live)
+            elif live.moving == index and not there:
+                self.books.stay(live)
             elif there and self._on_failure == "fail":
                 live.note = f"instance {index} is lost: {error}"
                 self._end(live, State.FAILED, "error")

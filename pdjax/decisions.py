@@ -11,19 +11,25 @@ from pdjax.lane import Lane
 from pdjax.live import Live
 from pdjax.messages import Chunk
 from pdjax.request import State
+from pdjax.revisions import Reviser, revise, turn
 from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
 
 
-def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
+def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -> list[tuple[Live, str]]:
     """Everything that can be decided now. Commands go to `books.commands`.
 
+    Args:
+        reviser: the policy, if it revises.
+
     Returns:
-        The requests that the policy rejects, each with its reason.
+        The requests that the policy rejects or drops, each with its reason.
 
     Raises:
         ValueError: the policy named what is not there.
     """
-    rejected = []
+    if books.flips:
+        turn(books)
+    rejected = [] if reviser is None else revise(books, reviser)
     progress = True
     while progress:  # somebody may have been preempted: its pages are free, and it waits again
         progress = False
@@ -33,6 +39,8 @@ def decide(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
             while (lane.prefills or lane.batch) and lane.has_room and _iterate(books, scheduler, lane):
                 progress = True
         progress = progress or _make_room(books)
+    if books.flips:
+        turn(books)
     return rejected
 
 
@@ -43,7 +51,7 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
         target = live.place.decode
         if target is None:
             target = scheduler.hand_off(live, books)
-            if target is not None and not _living(books, target):
+            if target is not None and not books.living(target):
                 raise ValueError(
                     f"{type(scheduler).__name__}.hand_off is {target!r}; allowed: a living instance, or None"
                 )
@@ -59,16 +67,28 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
 
 
 def _make_room(books: Books) -> bool:
-    """Where KV that waits fills the only instances that could still decode, as it may when all others are lost, the
-    latest arrival gives way. True if one did."""
-    if not (books.held and books.stalled) or any(
-        lane.room_for(live) for lane in books.instances for live in books.held
-    ):
+    """Where KV that waits fills the only instances that could still decode, as it may when all others are lost, or when
+    rows of two full instances are to change places: a row that moves stays where it is, if it can, otherwise the latest
+    arrival gives way. True if one did."""
+    if not (books.held and books.stalled):
         return False
+    for live in books.held:
+        assert live.place is not None
+        if live.moving is not None and books.instances[live.place.prefill].room_for(live):
+            books.held.remove(live)
+            books.keep(live)
+            return True
+    if any(lane.room_for(live) for live in books.held for lane in _targets(books, live)):
+        return False  # the policy has not named it, yet
     victim = books.held[-1]
     victim.preemptions += 1
     books.retire(victim, State.PREEMPTED)
     return True
+
+
+def _targets(books: Books, live: Live) -> Sequence[Lane]:
+    assert live.place is not None
+    return books.instances if live.place.decode is None else [books.instances[live.place.decode]]
 
 
 def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
@@ -84,31 +104,32 @@ def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
         if isinstance(decision, Reject):
             rejected.append((live, decision.reason))
         else:
-            _check(books, scheduler, decision)
+            _check(books, scheduler, live, decision)
             live.place = decision
+            if decision.slo_class:
+                live.degraded = next(kind for kind in live.laxer if kind.name == decision.slo_class)
             books.instances[decision.prefill].enqueue(live)
             if decision.decode is not None:
                 books.instances[decision.decode].assign(live)
     return rejected
 
 
-def _check(books: Books, scheduler: Scheduler, place: Place) -> None:
+def _check(books: Books, scheduler: Scheduler, live: Live, place: Place) -> None:
     policy = f"{type(scheduler).__name__}.place"
     if not isinstance(place, Place):
         raise ValueError(f"{policy} is {place!r}; allowed: Place, Wait or Reject")
     for index in (place.prefill,) if place.decode is None else (place.prefill, place.decode):
-        if not _living(books, index):
+        if not books.living(index):
             raise ValueError(f"{policy} named instance {index!r}, which is not there")
     if place.mode not in ("stream", "whole"):
         raise ValueError(f"{policy}: mode is {place.mode!r}; allowed: 'stream', 'whole'")
     if place.mode == "stream" and place.decode is None:
         raise ValueError(f"{policy}: mode is 'stream' without a decode instance; allowed: 'whole'")
-
-
-def _living(books: Books, index: object) -> bool:
-    if not isinstance(index, int) or isinstance(index, bool):
-        return False
-    return 0 <= index < len(books.instances) and books.instances[index].alive
+    laxer = [kind.name for kind in live.laxer]
+    if place.slo_class and place.slo_class not in laxer:
+        raise ValueError(
+            f"{policy}: slo_class of request {live.id} is {place.slo_class!r}; allowed: {', '.join(laxer) or 'none'}"
+        )
 
 
 def _iterate(books: Books, scheduler: Scheduler, lane: Lane) -> bool:

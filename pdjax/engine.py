@@ -27,7 +27,7 @@ from pdjax.latency import LatencyModel, Probe, fitted
 from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
 from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode, limits_of
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.replay import Recorder, replay
 from pdjax.report import Report
 from pdjax.request import SLO, Request, SamplingParams
@@ -439,6 +439,10 @@ class Engine:
     def transfer(self, record: TransferRecord) -> None:
         if self._recorder is not None:
             self._recorder.transfers.append(record)
+
+    def revised(self, record: FlipRecord | MoveRecord) -> None:
+        if self._recorder is not None:
+            self._recorder.revisions.append(record)
 
 
 def _seeded(sampling: SamplingParams, engine_seed: int, number: int) -> SamplingParams:

@@ -27,7 +27,7 @@ from pdjax.checks import is_number
 from pdjax.config import MAX_TIMEOUT_S, EngineConfig
 from pdjax.latency import LatencyModel
 from pdjax.messages import Arrival, Command, Event, InstanceSpec, Role, RunStarted
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.request import Request, State
 
 VERSION = 1
@@ -44,6 +44,7 @@ class Header:
         stream_from: the argument of a named policy.
         specs, latency: one of each per instance.
         transfer_timeout_s, max_queue, max_steps, on_failure, correct: as of the controller.
+        admission, drop_late: what the policy was wrapped in, as of the engine.
         version: of this format.
     """
 
@@ -56,6 +57,8 @@ class Header:
     max_steps: int = 1
     on_failure: Literal["recompute", "fail"] = "recompute"
     correct: bool = False
+    admission: bool = False
+    drop_late: bool = False
     version: int = VERSION
 
 
@@ -83,6 +86,8 @@ def header_of(config: EngineConfig, specs: Sequence[InstanceSpec], latency: Sequ
         max_queue=config.max_queue,
         on_failure=config.on_failure,
         correct=config.correct,
+        admission=config.admission,
+        drop_late=config.drop_late,
     )
 
 
@@ -167,6 +172,9 @@ class EventLog:
 
     def transfer(self, record: TransferRecord) -> None:
         self._sink.transfer(record)
+
+    def revised(self, record: FlipRecord | MoveRecord) -> None:
+        self._sink.revised(record)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

@@ -94,7 +94,8 @@ class Instance:
         self.streams = stream_layers > 0 and exchanges
         sizes = sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets})
         self._insert_sizes = tuple(sizes) if exchanges and spec.max_rows else ()
-        self._extract_sizes = wire_buckets(spec.max_chunk, streams=False) if exchanges else ()
+        longest = spec.max_chunk or (max(peer_buckets, default=0) if spec.moves else 0)
+        self._extract_sizes = wire_buckets(longest, streams=False) if exchanges else ()
         self._weights_dtype = next(iter(weights[0].layers.values()))["wq"].dtype
         held = shares(config.num_layers, len(meshes))
         groups = layer_groups(config.num_layers, stream_layers, {*cuts, *(share.layers[0] for share in held)})

@@ -96,7 +96,7 @@ class Lane:
         return [
             RowView(live, len(live.tokens) + max(0, done - live.step), live.timeline.token_s[0])
             for live in self.batch.values()
-            if live.timeline.token_s  # its first token may still be on its way to the host
+            if live.state is State.DECODING  # its first token may still be on its way to the host
         ]
 
     @property
@@ -141,7 +141,9 @@ class Lane:
     def room_for(self, ask: Ask) -> bool:
         assert isinstance(ask, Live)
         held = len(self.pool.pages(ask.id)) if ask.state is State.MIGRATING else 0
-        needed = self.spec.pages_for(ask.context_tokens + 1) - held
+        runs = ask.state is State.DECODING
+        tokens = len(ask.request.prompt_ids) + len(ask.tokens) if runs else ask.context_tokens + 1
+        needed = self.spec.pages_for(tokens) - held
         return self.alive and not self.starved and self.has_slot and self.pool.free >= needed
 
     # --- the queue --------------------------------------------------------------------------------------------------
@@ -196,6 +198,12 @@ class Lane:
         self._incoming.discard(live.id)
         if slot is not None:
             self._slots.append(slot)
+
+    def uproot(self, live: Live) -> None:
+        """A row that left the batch, and whose steps are all done, goes on elsewhere: its pages stay until then."""
+        assert live.slot is not None
+        self.settle(live)
+        self._slots.append(live.slot)
 
     # --- the decode batch -------------------------------------------------------------------------------------------
 

@@ -24,6 +24,9 @@ class Live:
         transfer: key of its open transfer; `arrived`: a transfer of this attempt is complete.
         restarts: how often it started over; `failures`: how often since its transfer failed.
         degraded: the laxer class that it was put into.
+        moving: its row was taken out of a batch, to go on on this instance; None once it does.
+        moves: how often that happened.
+        computed_on: where this attempt was prefilled, once its row has moved: `place` then says what is next.
         holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
     """
 
@@ -48,6 +51,9 @@ class Live:
     failures: int = 0
     note: str = ""
     degraded: SLOClass | None = None
+    moving: int | None = None
+    moves: int = 0
+    computed_on: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> "Live":
@@ -116,12 +122,45 @@ class Live:
     def to(self, state: State) -> None:
         self.state = advance(self.state, state)
 
+    @property
+    def home(self) -> int:
+        """The instance that has its row."""
+        assert self.place is not None
+        return self.place.prefill if self.decode_on is None else self.decode_on
+
+    def uproot(self) -> None:
+        """All steps of its row are done, and it is in no batch: its KV waits where it is, like that of a prompt which
+        was computed there, and its last token is the input of the next step."""
+        assert self.place is not None and self.moving is not None
+        self.to(State.MIGRATING)
+        if self.computed_on is None:
+            self.computed_on = self.place.prefill
+        self.place = dataclasses.replace(self.place, prefill=self.home, decode=self.moving, mode="whole")
+        self.context = self.request.prompt_ids + tuple(self.tokens[:-1])
+        self.prefilled = len(self.context)
+        self.first = self.tokens[-1]
+        self.decode_on = self.slot = None
+        self.arrived = False
+
+    @property
+    def _prefill_instance(self) -> int | None:
+        if self.computed_on is not None:
+            return self.computed_on
+        return None if self.place is None else self.place.prefill
+
+    @property
+    def _decode_instance(self) -> int | None:
+        if self.place is None:
+            return None
+        waits = self.moving is not None and self.decode_on is None  # where it decoded before
+        return self.place.prefill if self.local or waits else self.decode_on
+
     def start_over(self) -> None:
         """Back to WAITING with everything generated so far as context; nothing is emitted twice."""
         self.to(State.WAITING)
         self.context = self.request.prompt_ids + tuple(self.tokens)
         self.prefilled = 0
-        self.place = self.decode_on = self.slot = self.first = None
+        self.place = self.decode_on = self.slot = self.first = self.moving = self.computed_on = None
         self.arrived = False
         self.timeline.transfer_start_s = self.timeline.transfer_end_s = self.timeline.decode_start_s = None
         self.attempt += 1
@@ -139,10 +178,11 @@ class Live:
             degraded_from=self.request.slo_class if self.degraded else "",
             predicted=place.predicted if place else None,
             timeline=self.timeline,
-            prefill_instance=place.prefill if place else None,
-            decode_instance=(place.prefill if self.local else self.decode_on) if place else None,
+            prefill_instance=self._prefill_instance,
+            decode_instance=self._decode_instance,
             reason=self.note or (place.reason if place else ""),
             preemptions=self.preemptions,
             restarts=self.restarts,
             logprobs=tuple(self.logprobs),
+            moves=self.moves,
         )

@@ -43,6 +43,7 @@ class InstanceSpec:
         chunk_buckets, row_buckets: ascending padded sizes its programs are compiled for.
         row_block: decode rows that attend together, each as long as the longest of them; 0: all of the batch.
         query_block: prompt tokens that attend together, to whole pages; 0: each to those before it.
+        moves: it can send and take KV whatever its role and those of the others.
         ranks: the ranks of an `mpirun` job that it runs on, its leader first; empty in one process.
     """
 
@@ -62,6 +63,7 @@ class InstanceSpec:
     row_buckets: tuple[int, ...] = ()
     row_block: int = 0
     query_block: int = 0
+    moves: bool = True
     ranks: tuple[int, ...] = ()
 
     @property

@@ -18,7 +18,7 @@ from pdjax.record import IterationRecord, RequestRecord
 from pdjax.report import Report, instance_name
 from pdjax.request import State
 
-PREFILL, DECODE, MIXED, TRANSFER, STALL = "#e8892b", "#7fb2dd", "#8a5fb5", "#3a9b5c", "#c8322b"
+PREFILL, DECODE, MIXED, TRANSFER, STALL, FLIP = "#e8892b", "#7fb2dd", "#8a5fb5", "#3a9b5c", "#c8322b", "#1d1f23"
 GREY, GRID = "#5f6670", "#e6e8eb"
 STALL_FACTOR = 3.0
 """A gap between two tokens is drawn as a wait when it is this many times the median gap of all runs."""
@@ -28,6 +28,7 @@ LEGEND = {
     DECODE: "decode",
     MIXED: "both in one pass",
     TRANSFER: "KV moving",
+    FLIP: "role flip: asked for, done at the bar",
     STALL: f"answers that wait for a token over {STALL_FACTOR:g} x the usual time",
 }
 
@@ -118,6 +119,11 @@ def lanes(axes: Axes, report: Report) -> set[str]:
         axes.broken_barh(moves, (len(labels) - 0.3, 0.6), facecolors=TRANSFER, alpha=0.7)
         labels.append("KV transfers")
         used.add(TRANSFER)
+    for flip in report.flips:
+        asked_s, done_s = flip.started_s - report.start_s, flip.finished_s - report.start_s
+        axes.plot([asked_s, done_s], [flip.instance] * 2, color=FLIP, linewidth=1.2)
+        axes.plot([done_s] * 2, [flip.instance - 0.45, flip.instance + 0.45], color=FLIP, linewidth=2.4)
+        used.add(FLIP)
     axes.set_yticks(range(len(labels)), labels)
     axes.set_ylim(len(labels) - 0.4, -0.6)
     return used

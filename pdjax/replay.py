@@ -16,7 +16,7 @@ from pdjax.books import Books
 from pdjax.capacity import Gauge
 from pdjax.handle import Handle
 from pdjax.prompts import Prompt
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.report import Report
 from pdjax.request import SamplingParams
 from pdjax.workload import Item, Workload
@@ -34,6 +34,7 @@ class Recorder:
     gauge: Gauge
     iterations: list[IterationRecord] = dataclasses.field(default_factory=list)
     transfers: list[TransferRecord] = dataclasses.field(default_factory=list)
+    revisions: list[FlipRecord | MoveRecord] = dataclasses.field(default_factory=list)
 
     def iteration(self, record: IterationRecord, books: Books) -> None:
         self.iterations.append(record)
@@ -95,6 +96,7 @@ def replay(
         max(ends, default=0.0) - first,
         engine.specs,
         recorder.gauge.summary(),
+        tuple(recorder.revisions),
     )
 
 

@@ -18,7 +18,7 @@ from typing import Any
 
 from pdjax import metrics
 from pdjax.messages import InstanceSpec
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.request import SLO
 
 log = logging.getLogger("pdjax")
@@ -34,6 +34,7 @@ class Report:
         transfers: KV moves that were completed.
         duration_s: first arrival to the end of the last request.
         specs: the instances it ran on.
+        revisions: role flips that were completed, and decode rows that moved, in order.
         capacity: `pdjax.capacity.Gauge.summary` of the whole run, warm-up requests included; None: it was not sampled.
     """
 
@@ -43,6 +44,15 @@ class Report:
     duration_s: float
     specs: tuple[InstanceSpec, ...]
     capacity: dict[str, Any] | None = None
+    revisions: tuple[FlipRecord | MoveRecord, ...] = ()
+
+    @property
+    def flips(self) -> list[FlipRecord]:
+        return [revision for revision in self.revisions if isinstance(revision, FlipRecord)]
+
+    @property
+    def moves(self) -> list[MoveRecord]:
+        return [revision for revision in self.revisions if isinstance(revision, MoveRecord)]
 
     @property
     def start_s(self) -> float:
@@ -60,6 +70,7 @@ class Report:
             records=records,
             iterations=[iteration for iteration in self.iterations if iteration.started_s >= start_s],
             transfers=[transfer for transfer in self.transfers if transfer.started_s >= start_s],
+            revisions=tuple(revision for revision in self.revisions if _time_s(revision) >= start_s),
             duration_s=self.duration_s - (start_s - self.start_s),
         )
 
@@ -70,7 +81,7 @@ class Report:
         targets: Sequence[metrics.Target] = (),
         attainment: float = metrics.ATTAINMENT,
     ) -> dict[str, Any]:
-        """`pdjax.metrics.summarize` of this run, and its `capacity`."""
+        """`pdjax.metrics.summarize` of this run, its `capacity`, how many rows moved, and every role flip."""
         numbers = metrics.summarize(
             self.records,
             devices=sum(spec.devices for spec in self.specs),
@@ -81,7 +92,22 @@ class Report:
             iterations=self.iterations,
             transfers=self.transfers,
         )
-        return numbers | {"capacity": self.capacity}
+        flips = [
+            {
+                "instance": flip.instance,
+                "from": flip.before.value,
+                "to": flip.after.value,
+                "seconds": flip.finished_s - flip.started_s,
+                "reason": flip.reason,
+            }
+            for flip in self.flips
+        ]
+        return numbers | {"capacity": self.capacity, "moves": len(self.moves), "flips": flips}
+
+
+def _time_s(revision: FlipRecord | MoveRecord) -> float:
+    """When it had happened."""
+    return revision.finished_s if isinstance(revision, FlipRecord) else revision.time_s
 
 
 def out_folder(out: str | Path) -> Path:
@@ -148,6 +174,7 @@ def request_line(record: RequestRecord, start_s: float, specs: Sequence[Instance
         },
         "preemptions": record.preemptions,
         "restarts": record.restarts,
+        "moves": record.moves,
         "ttft_ms": metrics.ttft_ms(record),
         "tpot_ms": metrics.tpot_ms(record),
         "e2e_ms": metrics.e2e_ms(record),
@@ -215,4 +242,18 @@ def chrome_trace(runs: Mapping[str, Report]) -> dict[str, Any]:
             args = {"request": transfer.request_id, "bytes": transfer.nbytes}
             events.append(common | {"ph": "b", "ts": 1e6 * (transfer.started_s - report.start_s), "args": args})
             events.append(common | {"ph": "e", "ts": 1e6 * (transfer.finished_s - report.start_s)})
+        for revision in report.revisions:
+            events.append({"pid": pid, "ts": 1e6 * (_time_s(revision) - report.start_s)} | _mark(revision))
     return {"traceEvents": events, "displayTimeUnit": "ms"}
+
+
+def _mark(revision: FlipRecord | MoveRecord) -> dict[str, Any]:
+    """A revision as an instant event on the track of its instance."""
+    args: dict[str, Any] = {"reason": revision.reason}
+    if isinstance(revision, FlipRecord):
+        name, index = f"flip {revision.before.value} to {revision.after.value}", revision.instance
+        args["seconds"] = revision.finished_s - revision.started_s
+    else:
+        name, index = f"move to {revision.dst}", revision.src
+        args["request"] = revision.request_id
+    return {"ph": "i", "s": "t", "cat": "revision", "name": name, "tid": index, "args": args}

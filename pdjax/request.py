@@ -134,7 +134,7 @@ class State(enum.Enum):
 
     WAITING = "waiting"  # holds no KV
     PREFILLING = "prefilling"  # pages on the prefill side
-    MIGRATING = "migrating"  # first token given, KV not yet all on the decode side
+    MIGRATING = "migrating"  # first token given, or taken out of its batch; KV not yet all on the decode side
     DECODING = "decoding"
     PREEMPTED = "preempted"  # its pages were taken; goes back to WAITING
     RESTARTING = "restarting"  # an instance or a transfer was lost; goes back to WAITING
@@ -155,7 +155,7 @@ TRANSITIONS: dict[State, frozenset[State]] = {
         {State.MIGRATING, State.DECODING, State.FINISHED, State.PREEMPTED, State.RESTARTING} | _ENDS
     ),
     State.MIGRATING: frozenset({State.DECODING, State.PREEMPTED, State.RESTARTING} | _ENDS),
-    State.DECODING: frozenset({State.FINISHED, State.PREEMPTED, State.RESTARTING} | _ENDS),
+    State.DECODING: frozenset({State.MIGRATING, State.FINISHED, State.PREEMPTED, State.RESTARTING} | _ENDS),
     State.PREEMPTED: frozenset({State.WAITING} | _ENDS),
     State.RESTARTING: frozenset({State.WAITING} | _ENDS),
     State.FINISHED: frozenset(),

@@ -12,7 +12,7 @@ from pdjax.controller import Controller
 from pdjax.eventlog import Entry, Header, Log
 from pdjax.latency import LatencyModel
 from pdjax.messages import Arrival, Command, InstanceSpec, Role, Tick
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.report import Report
 from pdjax.request import Request, State
 from pdjax.schedulers import SCHEDULERS
@@ -231,6 +231,7 @@ class _Sink:
         self._records: dict[int, RequestRecord] = {}
         self._iterations: list[IterationRecord] = []
         self._transfers: list[TransferRecord] = []
+        self._revisions: list[FlipRecord | MoveRecord] = []
 
     def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
         self.count += 1
@@ -245,8 +246,13 @@ class _Sink:
     def transfer(self, record: TransferRecord) -> None:
         self._transfers.append(record)
 
+    def revised(self, record: FlipRecord | MoveRecord) -> None:
+        self._revisions.append(record)
+
     def report(self, specs: tuple[InstanceSpec, ...]) -> Report:
         records = [self._records[number] for number in sorted(self._records)]
         first = min((record.timeline.arrival_s for record in records), default=0.0)
         last = max((record.timeline.finished_s or 0.0 for record in records), default=0.0)
-        return Report(records, self._iterations, self._transfers, last - first, specs)
+        return Report(
+            records, self._iterations, self._transfers, last - first, specs, revisions=tuple(self._revisions)
+        )

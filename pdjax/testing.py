@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from pdjax.controller import Controller, Sink
 from pdjax.latency import LatencyModel
 from pdjax.messages import Arrival, InstanceSpec, Iteration, Role, StartTransfer, Tick
-from pdjax.record import IterationRecord, RequestRecord, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.request import Request
 from pdjax.schedulers.base import Scheduler
 from pdjax.simulated import Machine, SimulatedCluster
@@ -89,6 +89,8 @@ class Collector:
         self.records: dict[int, RequestRecord] = {}
         self.iterations: list[IterationRecord] = []
         self.transfers: list[TransferRecord] = []
+        self.flips: list[FlipRecord] = []
+        self.moves: list[MoveRecord] = []
 
     def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
         self.tokens.setdefault(request.id, []).append(token)
@@ -104,6 +106,12 @@ class Collector:
 
     def transfer(self, record: TransferRecord) -> None:
         self.transfers.append(record)
+
+    def revised(self, record: FlipRecord | MoveRecord) -> None:
+        if isinstance(record, FlipRecord):
+            self.flips.append(record)
+        else:
+            self.moves.append(record)
 
 
 def spec(index: int, role: Role, **changes: int) -> InstanceSpec:

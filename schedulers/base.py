@@ -246,13 +246,16 @@ class Traits:
         prefill_decodes, decode_prefills: whether instances of that role also do the other's work.
         steady: what the policy answers changes only with arrivals, ends, and what is issued or moved, never with the
             time or the growth of contexts alone, and `iterate` lets the rows of an instance without prompts go on. A
-            simulation then asks it once for many decode steps; it asks others at every step.
+            simulation then asks it once for many decode steps; it asks others at every step. One that revises is not.
+        moves: KV may go from any instance to any other at any time: the policy moves rows (`Move`), or flips instances
+            that are all MIXED.
     """
 
     colocated: bool = False
     prefill_decodes: bool = True
     decode_prefills: bool = True
     steady: bool = False
+    moves: bool = False
 
 
 class Scheduler(Protocol):

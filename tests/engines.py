@@ -34,7 +34,7 @@ GREEDY = pdjax.SamplingParams(temperature=0, max_tokens=12, ignore_eos=True)
 def engine(**changes) -> pdjax.Engine:
     """Unless it warms up, it compiles what is used when it is used, and one size of pass per kind. See `wire`."""
     config = pdjax.EngineConfig(**(LIMITS | changes))
-    sizes = contextlib.nullcontext() if config.warmup else mock.patch("pdjax.home.specs_of", _one_size)
+    sizes = contextlib.nullcontext() if config.warmup else mock.patch("pdjax.home.specs_of", one_size)
     with sizes, mock.patch("pdjax.build.DevicePut", Wire):
         return pdjax.Engine(config)
 
@@ -127,7 +127,8 @@ class _Poisoned(PagePool):
             self._thread.put(lambda lane: lane.instance.fill_pages(pages, value))
 
 
-def _one_size(*arguments):
+def one_size(*arguments):
+    """`specs_of` with one size of pass per kind: less is compiled."""
     return tuple(
         dataclasses.replace(
             spec,

@@ -1,11 +1,12 @@
-"""Any order of arrivals, aborts, failed transfers and lost instances: every request ends once, tokens right."""
+"""Arrivals, aborts, failed transfers, lost instances and revisions in any order: all end once, tokens right."""
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pdjax.messages import Abort, StartTransfer, TransferFailed
+from pdjax.messages import Abort, Role, StartTransfer, TransferFailed
 from pdjax.request import State
-from pdjax.testing import World, fake_tokens
+from pdjax.testing import World, fake_tokens, spec
+from tests.revisers import Restless
 from tests.worlds import POLICIES, crowd, policy, specs
 
 
@@ -22,7 +23,12 @@ def test_every_request_ends_once_with_the_right_tokens_and_every_page_comes_back
     name, seed, pages, aborts, failures, lost
 ):
     w = World(specs(name, num_pages=pages), policy(name))
-    requests = crowd(seed, count=15)
+    check(w, crowd(seed, count=15), aborts, failures, lost)
+
+
+def check(w, requests, aborts, failures, lost, ends=frozenset()):
+    """Serves the requests among aborts (request -> time), transfers that fail (by key) and lost instances; all but the
+    last may be lost."""
     w.add(*requests)
     for number, at_s in aborts.items():
         w.cluster.post(Abort(number), at_s)
@@ -41,6 +47,29 @@ def test_every_request_ends_once_with_the_right_tokens_and_every_page_comes_back
     w.run()
     for request in requests:
         record, want = w.collected.records[request.id], fake_tokens(request)
-        assert record.state in (State.FINISHED, State.ABORTED)
+        assert record.state in {State.FINISHED, State.ABORTED, *ends}
         assert record.token_ids == (want if record.state is State.FINISHED else want[: len(record.token_ids)])
         assert list(record.token_ids) == w.collected.tokens.get(request.id, [])
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    roles=st.lists(st.sampled_from(list(Role)), min_size=2, max_size=4),
+    seed=st.integers(0, 10_000),
+    rate=st.sampled_from([0.05, 0.3, 0.9]),
+    pages=st.sampled_from([25, 32, 65]),
+    aborts=st.dictionaries(st.integers(0, 14), st.floats(0, 1.5), max_size=4),
+    failures=st.sets(st.integers(1, 30), max_size=3),
+    lost=st.dictionaries(st.integers(0, 3), st.floats(0, 1.5), max_size=2),
+)
+def test_moves_flips_and_drops_at_any_time_change_no_token(roles, seed, rate, pages, aborts, failures, lost):
+    if Role.MIXED not in roles and len(set(roles)) == 1:
+        roles[0] = Role.MIXED
+    w = World([spec(index, role, num_pages=pages) for index, role in enumerate(roles)], Restless(seed, rate))
+    check(w, crowd(seed, count=15), aborts, failures, lost, {State.REJECTED})
+    changed = {flip.instance: flip.after for flip in w.collected.flips}
+    for lane in w.controller.books.instances:
+        assert lane.role is changed.get(lane.spec.index, lane.spec.role)
+        assert not lane.alive or (lane.next_role is None) == (lane.spec.index not in w.controller.books.flips)
+    records = w.collected.records.values()
+    assert sum(record.moves for record in records) == len(w.collected.moves)

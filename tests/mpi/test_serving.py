@@ -41,3 +41,11 @@ def test_the_launcher_serves_on_ranks_and_names_them(tmp_path):
     (entry,) = json.loads((tmp_path / "summary.json").read_text())["runs"]
     assert entry["completed"] == 4 and entry["compiles_while_serving"] == 0
     assert entry["kv_transfer"]["count"] == 4
+
+
+def test_rows_that_wander_between_ranks_and_flips_change_no_token():
+    job = run(3, "-m", "tests.mpi.revisions_job", MODEL)
+    assert job.status == 0, job.out + job.err
+    said = json.loads(job.out.splitlines()[-1])
+    assert (said["equal"], said["idle"]) == (3, True)
+    assert said["moves"] >= 9 and said["flips"] >= 2
