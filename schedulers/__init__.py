@@ -3,6 +3,9 @@
 from collections.abc import Callable
 
 from pdjax.schedulers.base import (
+    Drop,
+    Flip,
+    Move,
     Place,
     Plan,
     Reject,
@@ -24,7 +27,10 @@ __all__ = [
     "ChunkedColocated",
     "Colocated",
     "Disaggregated",
+    "Drop",
     "Dynamic",
+    "Flip",
+    "Move",
     "Place",
     "Plan",
     "Reject",

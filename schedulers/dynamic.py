@@ -1,94 +1,186 @@
-"""Chooses for every request, from predicted TTFT and TPOT, whether its prompt is computed on a prefill instance and
-its KV shipped, or on the decode instance itself, chunk by chunk beside the running rows.
+"""Places every request, and fills every pass, by what limits allow: between colocated and disaggregated (TaiChi).
 
-Colocation wins while decode instances are lightly loaded (no transfer, no second queue); disaggregation wins when a
-chunk beside the rows would break their TPOT. Both are points of one space (TaiChi); here the point is chosen request
-by request. Among the choices that keep both limits the one with the shortest TTFT is taken; if none does, the one
-that misses by the smallest factor, and the reason says that the SLO is infeasible.
+Instances are P-heavy or D-heavy by their role, and all of them can do both. D-heavy ones decode, and prefill in the
+time that their rows can spare. P-heavy ones prefill; rows stay there only while the others are full.
+
+- *Prefill* (section 3.4): a prompt goes where its first token is predicted to come first. Among queued prompts, those
+  that can still keep their TTFT limit come first.
+- *Decode* (section 3.3): a row goes to the D-heavy instance with the fewest rows; `flows` moves it later.
+- *Chunks*: rows take part in every pass; beside them, the largest chunk whose pass they can spare (`predict.spares`).
+- *Roles*: how many instances decode follows what arrives (`sliders`).
+
+Its end points: with `mixed=True` all instances are MIXED and requests stay where they are prefilled (colocated); with
+`decode_chunk=0` D-heavy ones prefill nothing (disaggregated).
 """
 
 import dataclasses
+import math
+from collections.abc import Sequence
 
-from pdjax.request import SLO
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Traits, Wait, decoders, prefillers
-from pdjax.schedulers.disaggregated import Disaggregated, least_loaded
+from pdjax.latency import chunk_sizes
+from pdjax.messages import Role
+from pdjax.record import Predicted
+from pdjax.schedulers import predict
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Revision, Traits, Wait, able, decoders
+from pdjax.schedulers.disaggregated import least_loaded
+from pdjax.schedulers.flows import flow
+from pdjax.schedulers.sliders import Roles
 
-DEFAULT_TTFT_MS, DEFAULT_TPOT_MS = 500.0, 50.0  # for requests that bring no limit of their own
+STEPS = 2.0  # decode steps of spare time are left to rows: predictions err
+ISSUED = 3.0  # decode steps: behind more work than that nothing is issued while prompts wait
+PATIENCE = 10.0  # times its TTFT limit: a prompt that is so late comes first again, or it might wait for ever
+SHOWN = 3  # alternatives in a reason
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Choice:
-    """One way to serve a request, and what it would cost. Times in milliseconds; `place.reason` is filled later."""
+    """A prompt on `source`, its row on `target`. Seconds from now; `at_least`: the TTFT may be longer."""
 
     source: InstanceView
     target: InstanceView
-    ttft_ms: float
-    tpot_ms: float
-
-    @property
-    def local(self) -> bool:
-        return self.source.spec.index == self.target.spec.index
+    ttft_s: float
+    tpot_s: float
+    at_least: bool = False
 
     @property
     def text(self) -> str:
         source, target = self.source.spec.index, self.target.spec.index
-        where = f"local on {target}" if self.local else f"{source}->{target}"
-        return f"{where} TTFT {self.ttft_ms:.0f} ms TPOT {self.tpot_ms:.1f} ms"
-
-    def miss(self, slo: SLO) -> float:
-        """The worst ratio of prediction to limit; at most 1 when both are kept."""
-        return max(self.ttft_ms / (slo.ttft_ms or DEFAULT_TTFT_MS), self.tpot_ms / (slo.tpot_ms or DEFAULT_TPOT_MS))
+        where = f"all on {source}" if source == target else f"{source}->{target}"
+        sign = ">= " if self.at_least else ""
+        return f"{where} TTFT {sign}{1e3 * self.ttft_s:.0f} ms TPOT {1e3 * self.tpot_s:.1f} ms"
 
 
-class Dynamic(Disaggregated):
-    """Local or remote prefill by prediction. Remote prompts move as `Disaggregated` moves them."""
+class Dynamic:
+    """See the module's text.
 
-    traits = Traits(prefill_decodes=False, decode_prefills=True, steady=True)
+    Args:
+        stream_from: prompts of at least so many tokens are streamed where they move; None: all are pulled.
+        decode_chunk: most prompt tokens in a pass of a D-heavy instance; None: what it takes, 0: none.
+        mixed: instances are neither P-heavy nor D-heavy.
+    """
+
+    def __init__(self, stream_from: int | None = None, decode_chunk: int | None = None, mixed: bool = False) -> None:
+        if stream_from is not None and stream_from < 1:
+            raise ValueError(f"stream_from is {stream_from}; allowed: tokens >= 1, or None")
+        if decode_chunk is not None and decode_chunk < 0:
+            raise ValueError(f"decode_chunk is {decode_chunk}; allowed: tokens >= 0, or None")
+        self.traits = Traits(colocated=mixed)
+        self._stream_from = stream_from
+        self._decode_chunk = decode_chunk
+        self._roles = Roles()
+        self._tpot_s = math.inf  # the shortest limit of late; each request lets it grow by a tenth
+        self._turn = 0
+
+    # --- placing ----------------------------------------------------------------------------------------------------
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait:
-        sources, targets = prefillers(cluster.instances), decoders(cluster.instances)
-        choices = [local(ask, view) for view in targets if view.spec.max_chunk]
-        # Where the others of a role are lost, those that are left do both: nothing is gained by moving.
-        sources = [view for view in sources if view not in targets]
-        if sources and targets:
-            source = min(sources, key=lambda view: (view.pending_tokens, view.spec.index))
-            choices.append(remote(ask, source, least_loaded(targets)))
+        choices = self._choices(ask, cluster)
         if not choices:
-            return Wait("no living instance can decode")
-        best = min(choices, key=lambda choice: (max(choice.miss(ask.slo), 1.0), choice.ttft_ms))
-        others = "; ".join(choice.text for choice in choices if choice is not best)
-        verdict = "" if best.miss(ask.slo) <= 1 else "infeasible SLO, the nearest is "
-        reason = f"dynamic: {verdict}{best.text}" + (f" (not: {others})" if others else "")
-        if best.local:
-            return Place(best.source.spec.index, best.target.spec.index, "whole", reason)
+            return Wait("no living instance can prefill, or none decode")
+        best, *others = sorted(choices, key=lambda choice: choice.ttft_s)
+        slo = ask.slo
+        self._tpot_s = min(math.inf if slo.tpot_ms is None else slo.tpot_ms / 1e3, 1.1 * self._tpot_s)
+        ttft_ms = 1e3 * (best.ttft_s + cluster.now - ask.arrival_s)
+        verdict = "too late, the earliest is " if slo.ttft_ms is not None and ttft_ms > slo.ttft_ms else ""
+        rest = "; ".join(choice.text for choice in others[:SHOWN])
+        reason = f"dynamic: {verdict}{best.text}" + (f" (not: {rest})" if rest else "")
+        source, target = best.source.spec.index, best.target.spec.index
+        predicted = Predicted(ttft_ms, 1e3 * best.tpot_s if ask.max_new_tokens > 1 else None)
+        if source == target:
+            return Place(source, target, "whole", reason, predicted)
         if self._stream_from is None or ask.context_tokens < self._stream_from:
-            return Place(best.source.spec.index, None, "whole", reason)
-        return Place(best.source.spec.index, best.target.spec.index, "stream", reason)
+            return Place(source, None, "whole", reason, predicted)
+        return Place(source, target, "stream", reason, predicted)
 
+    def _choices(self, ask: Ask, cluster: ClusterView) -> list[Choice]:
+        """One for each instance that may be the best, and some others. The rows of an instance are looked at only where
+        its queue is short enough, so that a decision costs little in a large cluster."""
+        targets = decoders(cluster.instances)
+        # A slot is left to each for a prompt of its own.
+        free = [view for view in targets if view.rows + view.incoming + 1 < view.spec.max_rows]
+        roomy = least_loaded(free) if free else None
+        sources = [view for view in able(cluster.instances, *Role) if self._most(view)]
+        bounds = [view.busy_s + predict.work_s(ask, view, cluster.traffic) for view in sources]
+        best_s, choices = math.inf, []
+        for bound_s, view in sorted(zip(bounds, sources, strict=True), key=lambda pair: pair[0]):
+            maybe = bound_s < best_s
+            if not maybe and len(choices) > SHOWN:
+                break
+            target = view if view in targets or (roomy is None and view.spec.max_rows) else roomy
+            if target is None:
+                continue
+            ttft_s = self._ttft_s(ask, view, target, cluster) if maybe else bound_s
+            best_s = min(best_s, ttft_s)
+            choices.append(Choice(view, target, ttft_s, predict.tpot_s(ask, target, cluster.traffic), not maybe))
+        return choices
 
-def remote(ask: Ask, source: InstanceView, target: InstanceView) -> Choice:
-    """Prefill on `source` behind its queue; the rows of `target` are not disturbed."""
-    ahead = source.latency.prefill_s(source.spec, source.pending_tokens)
-    ttft = ahead + source.latency.prefill_s(source.spec, ask.context_tokens)
-    return Choice(source, target, 1e3 * ttft, 1e3 * _step_s(ask, target))
+    def _ttft_s(self, ask: Ask, view: InstanceView, target: InstanceView, cluster: ClusterView) -> float:
+        """Seconds until the first token; where the row would stay and has no slot yet, one has to end before."""
+        rows = predict.spares(view, cluster)
+        full = target is view and view.rows + view.incoming >= view.spec.max_rows
+        slot_s = min((row.left_s for row in rows), default=0.0) if full else 0.0
+        return slot_s + predict.ttft_s(ask, view, cluster, rows)
 
+    def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
+        free = [view for view in decoders(cluster.instances) if view.room_for(ask)]
+        return least_loaded(free).spec.index if free else None
 
-def local(ask: Ask, view: InstanceView) -> Choice:
-    """Prefill on the decode instance: every chunk runs beside its rows, which then wait for the mixed pass.
+    # --- passes -----------------------------------------------------------------------------------------------------
 
-    TPOT is that of the rows already there while the prompt is computed, the worst that anybody will see.
-    """
-    spec, latency = view.spec, view.latency
-    chunk = min(spec.max_chunk, ask.context_tokens)
-    mixed = latency.iteration_s(spec, view.load.beside((chunk, 0)))
-    passes = -(-(view.pending_tokens + ask.context_tokens) // spec.max_chunk)
-    step = _step_s(ask, view)
-    return Choice(view, view, 1e3 * mixed * passes, 1e3 * (max(mixed, step) if view.rows else step))
+    def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
+        if not instance.prefills:
+            return Plan(decode=instance.rows > 0)
+        step_s = instance.latency.iteration_s(instance.spec, instance.load.plus_row(1))
+        if instance.busy_s > ISSUED * step_s:
+            return Plan()  # what is decided when that is done is decided better
+        rows = predict.spares(instance, cluster)
+        budget = self._room(instance, rows) if rows else instance.spec.max_chunk
+        return Plan(self._take(instance, cluster, budget), decode=instance.rows > 0)
 
+    def _most(self, view: InstanceView) -> int:
+        """Prompt tokens in a pass."""
+        if view.role is not Role.DECODE or self._decode_chunk is None:
+            return view.spec.max_chunk
+        return min(self._decode_chunk, view.spec.max_chunk)
 
-def _step_s(ask: Ask, view: InstanceView) -> float:
-    """A decode step of `view` once the request is one of its rows."""
-    rows = view.rows + view.incoming + 1
-    context = ask.context_tokens + ask.max_new_tokens
-    load = view.load.plus_row(context)
-    return view.latency.decode_s(view.spec, rows, load.context_tokens, load.attended_tokens)
+    def _room(self, instance: InstanceView, rows: Sequence[predict.Spare]) -> int:
+        """Prompt tokens of the largest pass that these rows can spare the time for."""
+        spec, latency, load = instance.spec, instance.latency, instance.load
+        step_s = latency.iteration_s(spec, load)
+        spare_s = predict.least(rows) - STEPS * step_s
+        gap_s = min(row.pass_s for row in rows)
+        prior, room = instance.prefills[0].prefilled, 0
+        for tokens in chunk_sizes(spec, beside_rows=True) or (spec.max_chunk,):
+            pass_s = latency.iteration_s(spec, load.beside((tokens, prior)))
+            if pass_s - step_s <= spare_s and pass_s <= gap_s:
+                room = tokens
+        return room
+
+    def _take(self, instance: InstanceView, cluster: ClusterView, budget: int) -> tuple[tuple[Ask, int], ...]:
+        """Prompt tokens until the budget is filled exactly; prompts that can still be in time come first."""
+        ready_s = cluster.now + instance.busy_s
+
+        def late(ask: Ask) -> bool:
+            limit_s, waited_s = (ask.slo.ttft_ms or math.inf) / 1e3, ready_s - ask.arrival_s
+            left = ask.context_tokens - ask.prefilled
+            needed_s = predict.prefill_s(instance.latency, instance.spec, left)
+            return limit_s - needed_s < waited_s < PATIENCE * limit_s
+
+        chunks: list[tuple[Ask, int]] = []
+        left = min(budget, self._most(instance))
+        for ask in sorted(instance.prefills, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id)):
+            if left <= 0 or len(chunks) == instance.spec.max_chunks:
+                break
+            if ask.prefilled == 0 and not instance.startable(ask):
+                break
+            take = min(left, ask.context_tokens - ask.prefilled)
+            chunks.append((ask, take))
+            left -= take
+        return tuple(chunks)
+
+    # --- what was decided before ------------------------------------------------------------------------------------
+
+    def revise(self, cluster: ClusterView) -> list[Revision]:
+        """One instance in turn is looked at, so that an event costs no more in a large cluster."""
+        self._turn = (self._turn + 1) % len(cluster.instances)
+        return [*self._roles.flip(cluster, self._tpot_s), *flow(cluster.instances[self._turn], cluster)]

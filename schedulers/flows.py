@@ -1,0 +1,65 @@
+"""Which decode rows should go on elsewhere: TaiChi's flowing decode (section 3.3, algorithm 1). Enter: views of one
+instance and of the cluster. Leaves: at most one `Move`. Called by `dynamic`, for one instance after each event.
+
+Rows of a D-heavy instance that is short of pages flow to P-heavy ones, the longest answer first: it has had the most
+steps without interference. Rows that hold up the prompts of a P-heavy instance flow back.
+"""
+
+import math
+
+from pdjax.messages import Role
+from pdjax.schedulers import predict
+from pdjax.schedulers.base import ClusterView, InstanceView, Move, Row, able
+from pdjax.schedulers.disaggregated import least_loaded
+
+FULL = 0.95  # of the pages: a D-heavy instance gives rows away (the paper's M)
+BACK = 0.96  # of a row's TPOT limit is used up: it flows back (the paper's alpha)
+
+
+def flow(view: InstanceView, cluster: ClusterView) -> list[Move]:
+    """The row of this instance that should go on on another one, if there is one."""
+    if not view.alive or not view.rows or view.next_role is not None:
+        return []
+    move = degraded(view, cluster) if view.role is Role.DECODE else backflow(view, cluster)
+    return [] if move is None else [move]
+
+
+def degraded(view: InstanceView, cluster: ClusterView) -> Move | None:
+    """From a D-heavy instance without pages: its longest answer, to a P-heavy one."""
+    if view.free_pages >= (1 - FULL) * view.spec.usable_pages:
+        return None
+    row = max(view.running, key=lambda row: row.generated, default=None)
+    free = [other for other in able(cluster.instances, Role.PREFILL) if row and other.room_for(row.ask)]
+    if row is None or not free:
+        return None
+    return Move(row.ask, least_loaded(free).spec.index, f"KV fills instance {view.spec.index}; the longest answer goes")
+
+
+def backflow(view: InstanceView, cluster: ClusterView) -> Move | None:
+    """From a P-heavy instance with prompts: a row that leaves them no time any more, to a D-heavy one.
+
+    The paper compares a row's TPOT up to now with its limit. Here rows are promised their limit wherever they are, so
+    what counts is what they can still spare; and a row must be able to afford the move, which makes it stand still
+    until it has left its batch, its KV has moved, and what is issued over there is done.
+    """
+    if view.role is not Role.PREFILL or not view.prefills:
+        return None
+    for row, spare in zip(view.running, predict.spares(view, cluster), strict=False):  # expected rows come after them
+        if not 0 <= spare.seconds <= (1 - BACK) * _allowed_s(row, cluster):
+            continue
+        nbytes = (row.ask.context_tokens + row.issued) * view.spec.kv_bytes_per_token
+        left_s = spare.seconds - view.busy_s - view.latency.transfer_s(nbytes)
+        targets = able(cluster.instances, Role.DECODE)
+        free = [other for other in targets if other.busy_s <= left_s and other.room_for(row.ask)]
+        if free:
+            reason = f"nothing to spare beside {view.pending_tokens} prompt tokens on instance {view.spec.index}"
+            return Move(row.ask, least_loaded(free).spec.index, reason)
+    return None
+
+
+def _allowed_s(row: Row, cluster: ClusterView) -> float:
+    """Seconds that its TPOT limit allows for the whole answer."""
+    if row.ask.slo.tpot_ms is None:
+        return math.inf
+    tokens = predict.answer_tokens(row.most, row.issued, row.ask.open_ended, cluster.traffic)
+    return row.ask.slo.tpot_ms / 1e3 * (tokens - 1)
