@@ -279,7 +279,9 @@ def show(console: Console, outcomes: Mapping[str, Mapping[str, Any]]) -> None:
         low, high = BARS.get(mode, (0.0, math.inf))
         wanted = f"at least {low:g}" if low else f"at most {high:g}"
         verdict = f"; expected {wanted}: {'ok' if low <= over <= high else 'missed'}" if mode in BARS else ""
-        console.print(f"{NAMES[mode]}: ITL P95 is {over:.2f} x that of pure decode{verdict}", highlight=False)
+        console.print(
+            f"{NAMES[mode]}: ITL P95 is {over:.2f} x that of pure decode{verdict}", highlight=False, soft_wrap=True
+        )
     moved = outcomes["disaggregated"]
     console.print(
         f"disaggregated: KV came in beside {moved['kv_moves_beside_gaps']:.0%} of the gaps, whose P95 is "
