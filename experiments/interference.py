@@ -96,8 +96,10 @@ def mix(
     share k / (k + n) of the iterations carries a part of it, and the period is the time of all of these.
 
     Raises:
-        ValueError: `seconds` are too few for two periods.
+        ValueError: `seconds` are too few for two periods, or the prompt is too long.
     """
+    if prompt + ANSWER > spec.max_model_len:
+        raise ValueError(f"prompt_tokens is {prompt}; allowed: at most {spec.max_model_len - ANSWER}")
     passes = -(-prompt // spec.max_chunk)
     prefill_s = model.prefill_s(spec, prompt)
     steps = passes * (1 - share) / share

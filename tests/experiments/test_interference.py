@@ -45,6 +45,11 @@ def test_seconds_for_less_than_two_prompts_are_refused():
         interference.mix(MODEL, spec(0, Role.MIXED), seconds=0.5, **ASKED)
 
 
+def test_prompts_without_room_for_an_answer_are_refused():
+    with pytest.raises(ValueError, match=r"prompt_tokens is 255; allowed: at most 254"):
+        interference.mix(MODEL, spec(0, Role.MIXED), seconds=1.0, **ASKED | {"prompt": 255})
+
+
 def test_rows_come_first_and_then_a_prompt_for_each_instance_every_period():
     both = interference.requests(MIX, rows=3, prompt=48, instances=2, vocab_size=100, max_model_len=64, seed=1)
     assert [item.arrival_s for item in both.items] == [0.0, 0.0, 0.0, 1.0, 1.0, 1.5, 1.5]
