@@ -160,7 +160,7 @@ def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, .
         roles = [spec.role for spec in specs]
     made = []
     for spec, model, role in zip(specs, header.latency, roles, strict=True):
-        changed = dataclasses.replace(spec, role=role)
+        changed = dataclasses.replace(spec, role=role, moves=traits.moves)
         if role is not Role.PREFILL or traits.prefill_decodes:
             changed, model = _able(changed, model, header, "max_rows", _ROWS, range(3, 6))
         if role is not Role.DECODE or traits.decode_prefills:
@@ -253,6 +253,4 @@ class _Sink:
         records = [self._records[number] for number in sorted(self._records)]
         first = min((record.timeline.arrival_s for record in records), default=0.0)
         last = max((record.timeline.finished_s or 0.0 for record in records), default=0.0)
-        return Report(
-            records, self._iterations, self._transfers, last - first, specs, revisions=tuple(self._revisions)
-        )
+        return Report(records, self._iterations, self._transfers, last - first, specs, revisions=tuple(self._revisions))

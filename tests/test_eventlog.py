@@ -16,6 +16,7 @@ from pdjax.schedulers import SCHEDULERS, Colocated, Disaggregated, Traits
 from pdjax.schedulers.base import traits_of
 from pdjax.simulated import Timing
 from pdjax.testing import Collector, FakeMachine, World, spec
+from tests.revisers import Turncoat
 from tests.worlds import POLICIES, RoundRobin, ask, crowd, policy, specs
 
 EMPTY = Header("colocated", None, (spec(0, Role.MIXED),), (LatencyModel(),), 60.0)
@@ -372,3 +373,14 @@ def test_stop_texts_of_a_recorded_answer_do_not_stop_the_simulated_one(tmp_path)
     play(tmp_path / "log", specs("stream"), Disaggregated(1), request)
     (again,) = rerun.workload_of(eventlog.read(tmp_path / "log"))
     assert (again.sampling.stop, again.sampling.max_tokens) == ((), 3)
+
+
+def test_a_policy_that_revises_is_replayed_with_its_moves_and_flips(tmp_path):
+    path = tmp_path / "events.jsonl"
+    told = play(path, [spec(0, Role.PREFILL), spec(1, Role.DECODE)], Turncoat(), *crowd(seed=4, count=20), name="own")
+    replayed = rerun.replay(eventlog.read(path), Turncoat())
+    assert replayed.difference == ""
+    assert (replayed.report.moves, replayed.report.flips) == (told.moves, told.flips)
+    assert told.moves and told.flips
+    other = rerun.simulate(rerun.workload_of(eventlog.read(path)), eventlog.read(path).header, Turncoat())
+    assert other.moves and other.flips

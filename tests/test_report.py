@@ -7,7 +7,7 @@ import pytest
 
 from pdjax import report
 from pdjax.messages import Role
-from pdjax.record import IterationRecord, RequestRecord, Timeline, TransferRecord
+from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, Timeline, TransferRecord
 from pdjax.report import Report
 from pdjax.request import SLO, State
 from pdjax.testing import spec
@@ -43,6 +43,10 @@ RUN = Report(
     transfers=[TransferRecord("a", 0, 1, 4096, 100.5, 101.25)],
     duration_s=4.5,
     specs=(spec(0, Role.PREFILL), spec(1, Role.DECODE, devices=2)),
+    revisions=(
+        MoveRecord("b", 0, 1, 104.0, "too slow here"),
+        FlipRecord(1, Role.DECODE, Role.PREFILL, 100.5, 102.5, "few answers"),
+    ),
 )
 
 
@@ -147,3 +151,20 @@ def test_a_second_report_replaces_the_first(tmp_path):
     report.write(tmp_path, {}, {"one": RUN})
     report.write(tmp_path, {}, {"one": dataclasses.replace(RUN, records=RUN.records[:1])})
     assert len((tmp_path / "requests.jsonl").read_text().splitlines()) == 1
+
+
+def test_moves_and_flips_are_counted_told_and_marked_in_the_trace():
+    summary = RUN.summary()
+    assert summary["moves"] == 1
+    assert summary["flips"] == [
+        {"instance": 1, "from": "decode", "to": "prefill", "seconds": 2.0, "reason": "few answers"}
+    ]
+    move, flip = slices(ph="i")
+    assert (move["name"], move["tid"], move["ts"], move["args"]["request"]) == ("move to 1", 0, 4e6, "b")
+    assert (flip["name"], flip["tid"], flip["ts"]) == ("flip decode to prefill", 1, 2.5e6)
+    assert flip["args"] == {"reason": "few answers", "seconds": 2.0}
+
+
+def test_revisions_before_the_first_measured_request_do_not_count():
+    rest = RUN.without(2)
+    assert rest.flips == [] and len(rest.moves) == 1
