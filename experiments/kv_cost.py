@@ -65,16 +65,21 @@ def prefill_of(config: ModelConfig | None, tokens: int) -> tuple[float, str]:
     return seconds, f"{flops / 1e12:,.1f} TFLOP at {MFU.value:.0%} of the {peak:g} TFLOP/s of {chips}"
 
 
+def model_of() -> tuple[ModelConfig | None, Shape]:
+    """The model, None if its shape alone is given. ValueError naming the flag that is missing."""
+    layers, kv_heads, head_dim = LAYERS.value, KV_HEADS.value, HEAD_DIM.value
+    if layers is None and kv_heads is None and head_dim is None:
+        config = config_of(flags.MODEL.value)
+        return config, kv_cost.shape_of(config)
+    if layers is None or kv_heads is None or head_dim is None:
+        missing = next(holder.name for holder in (LAYERS, KV_HEADS, HEAD_DIM) if holder.value is None)
+        raise ValueError(f"{missing} is not given; allowed: layers, kv_heads and head_dim together, or none")
+    return None, Shape(layers, kv_heads, kv_heads, head_dim)
+
+
 def main(argv: list[str]) -> None:
     del argv
-    given = {holder.name: holder.value for holder in (LAYERS, KV_HEADS, HEAD_DIM)}
-    if missing := [name for name, value in given.items() if value is None]:
-        if len(missing) < len(given):
-            raise ValueError(f"{missing[0]} is not given; allowed: layers, kv_heads and head_dim together, or none")
-        config = config_of(flags.MODEL.value)
-        shape = kv_cost.shape_of(config)
-    else:
-        config, shape = None, Shape(LAYERS.value, KV_HEADS.value, KV_HEADS.value, HEAD_DIM.value)
+    config, shape = model_of()
     tokens, per_group = PROMPT_TOKENS.value, absl_flags.FLAGS["stream_layers"].value
     links = [kv_cost.link(name) for name in LINK_NAMES.value]
     nbytes = shape.bytes_per_token(KV_DTYPE.value) * tokens

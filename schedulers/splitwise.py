@@ -11,8 +11,8 @@ Machine level (section IV-B): prompts first, first come, first served, up to the
 (there 2048 tokens); rows make their step in the same pass if there is room beside the prompts, and otherwise wait, but
 never for more than MAX_STREAK passes. KV of long prompts is streamed, that of short ones follows the prompt (IV-C).
 
-What is ours: the threshold is four saturating passes, as the simulator's 8192 tokens are four of 2048; whether KV fits
-is judged by the pages that are free now, less those of requests that were promised room.
+What is ours: the threshold is four of the machine's largest passes, as the simulator's 8192 tokens are four of 2048.
+Whether KV fits is judged by the pages that are free now, less those of requests that were promised room.
 """
 
 from collections.abc import Sequence
@@ -23,7 +23,7 @@ from pdjax.schedulers.base import Ask, ClusterView, Flip, InstanceView, Place, P
 from pdjax.schedulers.colocated import MAX_STREAK
 from pdjax.schedulers.disaggregated import check_stream_from, least_loaded, rows_due, shortest_queue
 
-QUEUE_PASSES = 4  # saturating passes that may wait before others are asked
+QUEUE_PASSES = 4  # of the largest size that may wait before others are asked
 
 
 class Splitwise:
@@ -74,12 +74,10 @@ class Splitwise:
         for role in (Role.PREFILL, Role.MIXED):
             if pool := able(cluster.instances, role):
                 best = shortest_queue(pool)
-                if not best.pending_tokens or best.pending_tokens + ask.context_tokens <= self._most(best):
+                most = self._queue_tokens or QUEUE_PASSES * best.spec.max_chunk
+                if not best.pending_tokens or best.pending_tokens + ask.context_tokens <= most:
                     return best
         return None
-
-    def _most(self, view: InstanceView) -> int:
-        return self._queue_tokens or QUEUE_PASSES * saturating_tokens(view.latency, view.spec)
 
     def _borrow(self, ask: Ask, cluster: ClusterView) -> list[Flip]:
         flips = []

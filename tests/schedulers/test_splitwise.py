@@ -67,6 +67,13 @@ def test_a_prompt_that_a_queue_refuses_goes_to_the_mixed_pool():
     assert placed(there, Ask(context_tokens=6)) == (1, 2, "whole")
 
 
+def test_unless_told_otherwise_a_queue_takes_four_passes_of_sixteen_tokens():
+    there = cluster(P, M, D)
+    there.instances[0].prefills = [Ask(7, 59)]
+    places = [Splitwise().place(Ask(context_tokens=tokens), there) for tokens in (5, 6)]
+    assert [place.prefill for place in places if isinstance(place, Place)] == [0, 1]
+
+
 def test_an_empty_queue_takes_a_prompt_of_any_length():
     assert placed(cluster(P, M, D), Ask(context_tokens=50))[0] == 0
 
