@@ -191,6 +191,7 @@ class Books:
         lane = self.instances[live.home]
         lane.leave(live)
         live.moving = target
+        self.instances[target].assign(live)
         live.moves += 1
         live.attempt += 1  # what is filed under the old one means a stay that is over
         if not lane.barrier(live):
@@ -199,9 +200,6 @@ class Books:
     def _uproot(self, live: Live) -> None:
         self.instances[live.home].uproot(live)
         live.uproot()
-        assert live.moving is not None
-        if live.moving != live.home:
-            self.instances[live.moving].assign(live)
         self.hold(live)
 
     def stay(self, live: Live) -> None:

@@ -332,7 +332,7 @@ def _sources(done: Sequence[RequestRecord]) -> dict[str, int]:
 
 
 def _kv_transfer(done: Sequence[RequestRecord]) -> dict[str, Any]:
-    moved = [record for record in done if record.timeline.transfer_end_s is not None]
+    moved = [record for record in done if record.timeline.transfer_end_s is not None or record.moves]
     busy_s = sum(record.timeline.transfer_busy_s for record in moved)
     hidden_s = sum(record.timeline.transfer_hidden_s for record in moved)
     total_ms = sum(_defined(e2e_ms, moved))

@@ -17,7 +17,8 @@ class Timeline:
     """Marks in seconds of the cluster's clock; None: it never came to that. A restart overwrites the marks of the
     lost attempt, except those a user has seen (`arrival_s`, `token_s`).
 
-    `token_s[i]` is when token i was handed to the user. `transfer_busy_s` is time in which bytes moved, of which
+    `token_s[i]` is when token i was handed to the user. `transfer_start_s` and `transfer_end_s` are those of its
+    hand-off; bytes and times count later moves too. `transfer_busy_s` is time in which bytes moved, of which
     `transfer_hidden_s` lay before the end of the prefill.
     """
 

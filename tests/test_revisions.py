@@ -1,6 +1,7 @@
 """Rows that move, roles that flip, requests that are dropped: each test one rule, on the simulated cluster."""
 
 import dataclasses
+import itertools
 
 import pytest
 
@@ -45,6 +46,22 @@ def test_a_moved_row_goes_on_with_the_tokens_of_its_context():
     assert (move.request_id, move.src, move.dst, move.reason) == ("0", 0, 1, "told to")
     assert transfer.started_s > move.time_s  # the steps in flight came first
     assert transfer.nbytes == (9 + 4) * 1000  # the prompt, 4 tokens, one that was in flight; less the last
+
+
+def test_a_row_that_moves_is_seen_coming_until_it_is_there():
+    seen = []
+
+    def script(cluster):
+        here, there = cluster.instances
+        seen.append((here.rows, len(there.assigned), there.rows))
+        return move(cluster)
+
+    move = once(moves(0, 1, after=4))
+    w = world(Local(script), M, M)
+    w.add(ask(0, tokens=20))
+    w.run()
+    told = [views for views, _ in itertools.groupby(seen) if any(views)]
+    assert told == [(1, 0, 0), (0, 1, 0), (0, 0, 1)]
 
 
 def test_rows_that_wander_give_the_same_tokens():
