@@ -102,7 +102,7 @@ def measure(
                 sweep = found.measured.setdefault(
                     workload_kind, Sweep(predicted.points, make_of(found.virtual, workload_kind), share, AWARE)
                 )
-                guesses = {point: rounded(predicted.goodput(name, point).value) for point in predicted.points}
+                guesses = {point: rounded(predicted.mean(name, point)) for point in predicted.points}
                 play = on_bench(bench, points, "short-prompts/" if counter else "")
                 sweep.find(name, play, guesses)
                 if not counter and not quick:
@@ -116,7 +116,7 @@ def _worse(sweep: Sweep) -> list[str]:
     colocated = [name for name in sweep.schedulers if name in COLOCATED]
 
     def mean(name: str) -> float:
-        return sum(math.log(sweep.goodput(name, point).value) for point in sweep.points)
+        return sum(math.log(sweep.mean(name, point)) for point in sweep.points)
 
     return [name for name in colocated if name != max(colocated, key=mean)]
 

@@ -130,7 +130,7 @@ def predict(
 def scale_rate(sweep: Sweep, point: str) -> float:
     """Where schedulers differ: the highest goodput of those that do not choose."""
     names = compare_tables.static(sweep) or sweep.schedulers
-    return rounded(sweep.goodput(sweep.best(names, point), point).value)
+    return rounded(sweep.mean(sweep.best(names, point), point))
 
 
 def in_virtual_time(virtual: Virtual, scheduler: str) -> Play:
@@ -198,9 +198,7 @@ class Found:
             "scales": [entry for entry in scales if entry["attainment"]],
             "other_workloads": by_kind,
             "predicted": {
-                kind: {
-                    point: {who: sweep.goodput(who, point).value for who in sweep.schedulers} for point in sweep.points
-                }
+                kind: {point: {who: sweep.mean(who, point) for who in sweep.schedulers} for point in sweep.points}
                 for kind, sweep in self.predicted.items()
             },
         }

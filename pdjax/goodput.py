@@ -75,14 +75,7 @@ def falling(trials: Iterable[Trial]) -> list[tuple[float, float]]:
 
     Pool adjacent violators: a neighbour that rises is averaged with the one before it, by requests, until none does.
     """
-    blocks: list[tuple[int, int, list[float]]] = []  # requests that met, requests, rates
-    for trial in sorted(trials, key=lambda trial: trial.rate):
-        block = sum(trial.met), len(trial.met), [trial.rate]
-        while blocks and block[0] * blocks[-1][1] >= blocks[-1][0] * block[1]:
-            before = blocks.pop()
-            block = before[0] + block[0], before[1] + block[1], before[2] + block[2]
-        blocks.append(block)
-    return [(rate, met / count) for met, count, rates in blocks for rate in rates]
+    return _falling(_counts(trials))
 
 
 def crossing(trials: Iterable[Trial], target: float = ATTAINMENT) -> Crossing:
@@ -91,7 +84,29 @@ def crossing(trials: Iterable[Trial], target: float = ATTAINMENT) -> Crossing:
     Raises:
         ValueError: there is no run.
     """
-    points = falling(trials)
+    return _crossing(_counts(trials), target)
+
+
+_Count = tuple[float, int, int]  # rate, requests that met, requests
+
+
+def _counts(trials: Iterable[Trial]) -> list[_Count]:
+    return [(trial.rate, sum(trial.met), len(trial.met)) for trial in trials]
+
+
+def _falling(counts: Iterable[_Count]) -> list[tuple[float, float]]:
+    blocks: list[tuple[int, int, list[float]]] = []
+    for rate, met, count in sorted(counts):
+        rates = [rate]
+        while blocks and met * blocks[-1][1] >= blocks[-1][0] * count:
+            before = blocks.pop()
+            met, count, rates = before[0] + met, before[1] + count, before[2] + rates
+        blocks.append((met, count, rates))
+    return [(rate, met / count) for met, count, rates in blocks for rate in rates]
+
+
+def _crossing(counts: Iterable[_Count], target: float) -> Crossing:
+    points = _falling(counts)
     if not points:
         raise ValueError("trials is empty; allowed: at least one run")
     above = [point for point in points if point[1] >= target]
@@ -162,6 +177,11 @@ def rounded(rate: float) -> float:
     return float(f"{rate:.{DIGITS}g}")
 
 
+def mean(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> float:
+    """The value of `estimate`, without its interval."""
+    return math.exp(sum(math.log(crossing(trials, target).rate) for trials in seeds) / len(seeds))
+
+
 def estimate(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Estimate:
     """The goodput and its interval.
 
@@ -177,8 +197,7 @@ def estimate(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Es
     found = [crossing(trials, target) for trials in seeds]
     if len(found) != 1:
         return _over_seeds([one.rate for one in found], _agreed(one.bound for one in found))
-    resampled = [crossing(trials, target).rate for trials in _resamples(seeds[0])]
-    return _bootstrapped(found[0].rate, found[0].bound, resampled)
+    return _bootstrapped(found[0].rate, found[0].bound, _resampled(seeds[0], target))
 
 
 def ratio(over: Sequence[Sequence[Trial]], under: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Estimate:
@@ -195,8 +214,8 @@ def ratio(over: Sequence[Sequence[Trial]], under: Sequence[Sequence[Trial]], tar
     bound = _agreed(_bound_of_ratio(a.bound, b.bound) for a, b in pairs)
     if len(values) != 1:
         return _over_seeds(values, bound)
-    draws = zip(_resamples(over[0]), _resamples(under[0]), strict=True)
-    return _bootstrapped(values[0], bound, [crossing(a, target).rate / crossing(b, target).rate for a, b in draws])
+    draws = zip(_resampled(over[0], target), _resampled(under[0], target), strict=True)
+    return _bootstrapped(values[0], bound, [a / b for a, b in draws])
 
 
 def _over_seeds(values: Sequence[float], bound: Bound) -> Estimate:
@@ -219,17 +238,15 @@ def _bootstrapped(value: float, bound: Bound, resampled: Sequence[float]) -> Est
     return Estimate(value, float(low), float(high), bound, "bootstrap over the requests of one seed", (value,))
 
 
-def _resamples(trials: Sequence[Trial]) -> Iterable[list[Trial]]:
-    """The runs again and again, each with requests drawn from it. Runs of equal length draw the same requests."""
-    rng = np.random.default_rng(0)
-    met = [np.asarray(trial.met) for trial in trials]
-    most = max((len(flags) for flags in met), default=0)
-    for _ in range(RESAMPLES):
-        draws = rng.random(most)
-        yield [
-            Trial(trial.rate, tuple(flags[(draws[: len(flags)] * len(flags)).astype(int)].tolist()))
-            for trial, flags in zip(trials, met, strict=True)
-        ]
+def _resampled(trials: Sequence[Trial], target: float) -> list[float]:
+    """The goodput again and again, each time of requests drawn from the runs. Runs of equal length draw the same."""
+    draws = np.random.default_rng(0).random((RESAMPLES, max((len(trial.met) for trial in trials), default=0)))
+    met = []
+    for trial in trials:
+        count = len(trial.met)
+        met.append(np.asarray(trial.met)[(draws[:, :count] * count).astype(int)].sum(axis=1).tolist())
+    rates, counts = [trial.rate for trial in trials], [len(trial.met) for trial in trials]
+    return [_crossing(zip(rates, one, counts, strict=True), target).rate for one in zip(*met, strict=True)]
 
 
 _OPPOSITE: dict[Bound, Bound] = {"": "", "at least": "at most", "at most": "at least", "unknown": "unknown"}

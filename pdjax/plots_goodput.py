@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.patches import Patch
 
 from pdjax.metrics import ATTAINMENT
-from pdjax.plots import GREY, GRID, bare, canvas
+from pdjax.plots import DECODE, GREY, GRID, MIXED, PREFILL, bare, canvas
 
 COLOURS = {
     "colocated": "#aab0b8",
@@ -45,6 +45,69 @@ def compare(summary: Summary, path: Path) -> None:
     how = "in virtual time" if summary["simulated"] else "measured"
     figure.suptitle(f"{summary['workload']}, {how}", x=0.01, ha="left", fontsize=12, fontweight="bold")
     figure.savefig(path)
+
+
+def switch(summary: Summary, path: Path) -> None:
+    """Attainment over time of every system, with the phases of the workload; below, the roles of the instances of
+    `dynamic`, and the flips between them."""
+    figure = canvas(12.0, 6.0)
+    roles = summary["runs"]["dynamic"]["roles"]
+    upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4.2, 0.5 + 0.42 * len(roles)))
+    for index, (name, run) in enumerate(summary["runs"].items()):
+        who = name.split()[0]
+        dashes = "--" if index > 1 and who == "disaggregated" else "-"  # another split of the instances
+        label = f"{name}: {run['attainment']:.0%}"
+        width = 2.4 if who == "dynamic" else 1.6
+        upper.plot(
+            *zip(*run["over_time"], strict=True), color=colour(who), linestyle=dashes, linewidth=width, label=label
+        )
+    _shares(upper)
+    upper.set_ylabel("requests that keep both limits")
+    for phase in summary["phases"]:
+        for axes in (upper, lower):
+            axes.axvline(phase["start_s"], color=GREY, linewidth=0.8, linestyle=":")
+        upper.annotate(
+            phase["kind"], (phase["start_s"], 1.04), (4, 2), textcoords="offset points", fontsize=9, color=GREY,
+            annotation_clip=False,
+        )  # fmt: skip
+    upper.grid(axis="y", color=GRID, linewidth=0.8)
+    bare(upper)
+    end_s = max(run["duration_s"] for run in summary["runs"].values())
+    _roles(lower, roles, summary["flips"], end_s)
+    upper.set_xlim(0, end_s)
+    handles, labels = upper.get_legend_handles_labels()
+    handles += [Patch(color=ROLES[role], label=role) for role in dict.fromkeys(_all_roles(roles, summary["flips"]))]
+    labels += [f"{role} instance" for role in dict.fromkeys(_all_roles(roles, summary["flips"]))]
+    figure.legend(handles, labels, loc="outside lower center", ncols=len(handles), frameon=False, fontsize=9)
+    how = "in virtual time" if summary["simulated"] else "measured"
+    ratio = summary["dynamic_over_best_static"]
+    words = "" if ratio is None else f": dynamic keeps {ratio:.2f} x as many as {summary['best_static']}"
+    figure.suptitle(f"A mix that moves, {how}{words}", x=0.01, ha="left", fontsize=12, fontweight="bold")
+    figure.savefig(path)
+
+
+ROLES = {"prefill": PREFILL, "decode": DECODE, "mixed": MIXED}
+
+
+def _all_roles(roles: Sequence[str], flips: Sequence[Mapping[str, Any]]) -> list[str]:
+    return [*roles, *(flip["to"] for flip in flips)]
+
+
+def _roles(axes: Axes, roles: Sequence[str], flips: Sequence[Mapping[str, Any]], end_s: float) -> None:
+    """A lane per instance in the colour of its role; hatched while it changes."""
+    for index, role in enumerate(roles):
+        since_s, now = 0.0, role
+        for flip in [flip for flip in flips if flip["instance"] == index]:
+            axes.broken_barh([(since_s, flip["start_s"] - since_s)], (index - 0.35, 0.7), facecolors=ROLES[now])
+            span = (flip["start_s"], flip["seconds"])
+            axes.broken_barh([span], (index - 0.35, 0.7), facecolors=ROLES[now], hatch="////", edgecolor="white")
+            axes.vlines(flip["start_s"] + flip["seconds"], index - 0.42, index + 0.42, color="#30353b", linewidth=1.4)
+            since_s, now = flip["start_s"] + flip["seconds"], flip["to"]
+        axes.broken_barh([(since_s, end_s - since_s)], (index - 0.35, 0.7), facecolors=ROLES[now])
+    axes.set_yticks(range(len(roles)), [f"dynamic, instance {index}" for index in range(len(roles))])
+    axes.set_ylim(len(roles) - 0.4, -0.6)
+    axes.set_xlabel("arrival, seconds after the first")
+    bare(axes)
 
 
 def colour(scheduler: str) -> str:
