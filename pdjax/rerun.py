@@ -160,7 +160,7 @@ def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, .
         roles = [spec.role for spec in specs]
     made = []
     for spec, model, role in zip(specs, header.latency, roles, strict=True):
-        changed = dataclasses.replace(spec, role=role, moves=traits.moves)
+        changed = dataclasses.replace(spec, role=role, moves=spec.moves or traits.moves)
         if role is not Role.PREFILL or traits.prefill_decodes:
             changed, model = _able(changed, model, header, "max_rows", _ROWS, range(3, 6))
         if role is not Role.DECODE or traits.decode_prefills:
