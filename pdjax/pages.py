@@ -4,6 +4,8 @@ Invariant, checked by `check`: every usable page is either free or owned by exac
 that block tables are padded with; it is never given out.
 """
 
+from collections.abc import Iterable
+
 from pdjax.messages import InstanceSpec
 
 
@@ -18,6 +20,11 @@ class PagePool:
     @property
     def free(self) -> int:
         return len(self._free)
+
+    @property
+    def owners(self) -> Iterable[int]:
+        """Who has pages."""
+        return self._owned
 
     def pages(self, owner: int) -> tuple[int, ...]:
         return tuple(self._owned.get(owner, ()))

@@ -145,7 +145,9 @@ def _busy(books: Books, lane: Lane, role: Role) -> bool:
         return True
     begun = (State.PREFILLING, State.MIGRATING, State.DECODING)
     here = _decodes if role is Role.PREFILL else _gives
-    return any(live.state in begun and here(live, lane.spec.index) for live in books.live.values())
+    # Whoever has no pages here may be on the way at most: nobody else is looked at.
+    known = [books.live[owner] for owner in lane.pool.owners] + [books.live[ask.id] for ask in lane.assigned]
+    return any(live.state in begun and here(live, lane.spec.index) for live in known)
 
 
 def _decodes(live: Live, index: int) -> bool:
