@@ -72,7 +72,7 @@ def switch(summary: Summary, path: Path) -> None:
         )  # fmt: skip
     upper.grid(axis="y", color=GRID, linewidth=0.8)
     bare(upper)
-    end_s = max(run["duration_s"] for run in summary["runs"].values())
+    end_s = max(run["over_time"][-1][0] for run in summary["runs"].values())
     _roles(lower, roles, summary["flips"], end_s)
     upper.set_xlim(0, end_s)
     handles, labels = upper.get_legend_handles_labels()
