@@ -6,7 +6,7 @@ time that their rows can spare. P-heavy ones prefill; rows stay there only while
 - *Prefill* (section 3.4): a prompt goes where its first token is predicted to come first. Among queued prompts, those
   that can still keep their TTFT limit come first.
 - *Decode* (section 3.3): a row goes to the D-heavy instance with the fewest rows; `flows` moves it later.
-- *Chunks*: rows take part in every pass; beside them, the largest chunk whose pass they can spare (`predict.spares`).
+- *Chunks*: the largest one that rows can spare the time for (`predict.spares`), beside them where that saves time.
 - *Roles*: how many instances decode follows what arrives (`sliders`).
 
 Its end points: with `mixed=True` all instances are MIXED and requests stay where they are prefilled (colocated); with
@@ -17,7 +17,7 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
-from pdjax.latency import chunk_sizes
+from pdjax.latency import Load, chunk_sizes
 from pdjax.messages import Role
 from pdjax.record import Predicted
 from pdjax.schedulers import predict
@@ -64,7 +64,7 @@ class Dynamic:
             raise ValueError(f"stream_from is {stream_from}; allowed: tokens >= 1, or None")
         if decode_chunk is not None and decode_chunk < 0:
             raise ValueError(f"decode_chunk is {decode_chunk}; allowed: tokens >= 0, or None")
-        self.traits = Traits(colocated=mixed)
+        self.traits = Traits(colocated=mixed, moves=not mixed)
         self._stream_from = stream_from
         self._decode_chunk = decode_chunk
         self._roles = Roles()
@@ -134,8 +134,10 @@ class Dynamic:
         if instance.busy_s > ISSUED * step_s:
             return Plan()  # what is decided when that is done is decided better
         rows = predict.spares(instance, cluster)
-        budget = self._room(instance, rows) if rows else instance.spec.max_chunk
-        return Plan(self._take(instance, cluster, budget), decode=instance.rows > 0)
+        if not rows:
+            return Plan(self._take(instance, cluster, instance.spec.max_chunk))
+        tokens, decode = self._pass(instance, rows)
+        return Plan(self._take(instance, cluster, tokens), decode)
 
     def _most(self, view: InstanceView) -> int:
         """Prompt tokens in a pass."""
@@ -143,18 +145,21 @@ class Dynamic:
             return view.spec.max_chunk
         return min(self._decode_chunk, view.spec.max_chunk)
 
-    def _room(self, instance: InstanceView, rows: Sequence[predict.Spare]) -> int:
-        """Prompt tokens of the largest pass that these rows can spare the time for."""
+    def _pass(self, instance: InstanceView, rows: Sequence[predict.Spare]) -> tuple[int, bool]:
+        """(prompt tokens, whether rows take part) of the largest pass that these rows can spare the time for. Padded
+        rows may cost more beside a chunk than alone: then they wait for it, and make their step after it."""
         spec, latency, load = instance.spec, instance.latency, instance.load
         step_s = latency.iteration_s(spec, load)
-        spare_s = predict.least(rows) - STEPS * step_s
-        gap_s = min(row.pass_s for row in rows)
-        prior, room = instance.prefills[0].prefilled, 0
+        spare_s, gap_s = predict.least(rows) - STEPS * step_s, min(row.pass_s for row in rows)
+        prior, best = instance.prefills[0].prefilled, (0, instance.rows > 0)
         for tokens in chunk_sizes(spec, beside_rows=True) or (spec.max_chunk,):
-            pass_s = latency.iteration_s(spec, load.beside((tokens, prior)))
-            if pass_s - step_s <= spare_s and pass_s <= gap_s:
-                room = tokens
-        return room
+            alone_s = latency.iteration_s(spec, Load(((tokens, prior),)))
+            beside_s = latency.iteration_s(spec, load.beside((tokens, prior)))
+            beside = instance.rows > 0 and beside_s <= alone_s + step_s
+            wait_s = beside_s - step_s if beside else alone_s
+            if wait_s <= spare_s and wait_s + step_s <= gap_s:
+                best = tokens, beside
+        return best
 
     def _take(self, instance: InstanceView, cluster: ClusterView, budget: int) -> tuple[tuple[Ask, int], ...]:
         """Prompt tokens until the budget is filled exactly; prompts that can still be in time come first."""
