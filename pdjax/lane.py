@@ -57,6 +57,7 @@ class Lane:
         self._slots = list(range(spec.max_rows - 1, -1, -1))
         self._incoming: set[int] = set()
         self._assigned: dict[int, Live] = {}
+        self._checked_s = -1.0  # when these were last looked through for those that no longer come
         self._snapshot: Mapping[int, Live] | None = None
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
@@ -87,7 +88,9 @@ class Lane:
 
     @property
     def assigned(self) -> Sequence[Ask]:
-        self._assigned = {key: live for key, live in self._assigned.items() if live.awaited_by(self.spec.index)}
+        if self._checked_s != self._desk.now:  # once for all that is asked at a time: there may be thousands
+            self._checked_s = self._desk.now
+            self._assigned = {key: live for key, live in self._assigned.items() if live.awaited_by(self.spec.index)}
         return tuple(self._assigned.values())
 
     @property
