@@ -28,6 +28,7 @@ from pdjax.models.sharding import make_meshes, shares, split
 from pdjax.models.source import Source
 from pdjax.models.weights import copy_to
 from pdjax.schedulers import SCHEDULERS
+from pdjax.schedulers.admission import guarded
 from pdjax.schedulers.base import Scheduler, Traits
 from pdjax.transfer.base import Transport
 from pdjax.transfer.device_put import DevicePut
@@ -59,11 +60,15 @@ class Warmup:
 
 
 def scheduler_of(config: EngineConfig) -> Scheduler:
-    """The policy that the configuration names, or brings.
+    """The policy that the configuration names, or brings, with the admission that it asks for.
 
     Raises:
         ValueError: an unknown name, or an object without the three methods.
     """
+    return guarded(_policy_of(config), admission=config.admission, drop_late=config.drop_late)
+
+
+def _policy_of(config: EngineConfig) -> Scheduler:
     named, names = config.scheduler, ", ".join(SCHEDULERS)
     if isinstance(named, str):
         if named not in SCHEDULERS:

@@ -14,6 +14,8 @@ from pdjax.request import State
 from pdjax.revisions import Reviser, revise, turn
 from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
 
+MAX_ASIDE = 16  # requests that may step aside at a time: each is asked about again after every event
+
 
 def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -> list[tuple[Live, str]]:
     """Everything that can be decided now. Commands go to `books.commands`.
@@ -94,13 +96,17 @@ def _targets(books: Books, live: Live) -> Sequence[Lane]:
 def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
     rejected = []
     books.wait = ""
-    while books.queue:
-        live = books.queue[0]
+    aside = 0
+    while aside < min(len(books.queue), MAX_ASIDE):
+        live = books.queue[aside]
         decision = scheduler.place(live, books)
         if isinstance(decision, Wait):
-            books.wait = decision.reason
-            break
-        del books.queue[0]
+            books.wait = books.wait or decision.reason
+            if not decision.aside:
+                break
+            aside += 1
+            continue
+        del books.queue[aside]
         if isinstance(decision, Reject):
             rejected.append((live, decision.reason))
         else:

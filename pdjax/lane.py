@@ -9,6 +9,7 @@ queue cuts the run there. So every view and every decision is what it would be w
 """
 
 import bisect
+import math
 from collections import deque
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -55,7 +56,7 @@ class Lane:
         self._desk = desk
         self._pool = PagePool(spec)
         self._slots = list(range(spec.max_rows - 1, -1, -1))
-        self._incoming: set[int] = set()
+        self._incoming: dict[int, Live] = {}
         self._assigned: dict[int, Live] = {}
         self._checked_s = -1.0  # when these were last looked through for those that no longer come
         self._snapshot: Mapping[int, Live] | None = None
@@ -95,16 +96,32 @@ class Lane:
 
     @property
     def running(self) -> Sequence[RowView]:
+        self._catch_up()
         done = self.in_flight.clock.done
-        return [
-            RowView(live, len(live.tokens) + max(0, done - live.step), live.timeline.token_s[0])
-            for live in self.batch.values()
-            if live.state is State.DECODING  # its first token may still be on its way to the host
-        ]
+        rows = []
+        for slot, live in self.batch.items():
+            if live.state is State.DECODING:  # its first token may still be on its way to the host
+                generated = len(live.tokens) + max(0, done - live.step)
+                issued = self._offsets[slot] + self._steps - len(live.request.prompt_ids)
+                most = live.request.sampling.max_tokens
+                rows.append(RowView(live, generated, issued, most, live.timeline.token_s[0]))
+        return rows
+
+    @property
+    def starting(self) -> Sequence[Ask]:
+        return [live for live in self.batch.values() if live.state is State.PREFILLING]
 
     @property
     def latency(self) -> LatencyModel:
         return self.correction.model
+
+    @property
+    def expected(self) -> Sequence[RowView]:
+        return [
+            RowView(live, len(live.tokens), len(live.tokens), live.request.sampling.max_tokens, first_s)
+            for live in self._incoming.values()
+            if (first_s := live.timeline.token_s[0] if live.timeline.token_s else math.inf)
+        ]
 
     @property
     def busy_s(self) -> float:
@@ -185,7 +202,7 @@ class Lane:
     def expect(self, live: Live) -> None:
         """A row that will join once its KV is here: pages and slot are reserved now."""
         self.reserve(live, live.context_tokens + 1, slot=True)
-        self._incoming.add(live.id)
+        self._incoming[live.id] = live
         self._assigned.pop(live.id, None)
 
     def keep(self, live: Live) -> None:
@@ -198,7 +215,7 @@ class Lane:
 
     def give_back(self, live: Live, *, slot: int | None) -> None:
         self.pool.release(live.id)
-        self._incoming.discard(live.id)
+        self._incoming.pop(live.id, None)
         if slot is not None:
             self._slots.append(slot)
 
@@ -214,7 +231,7 @@ class Lane:
         """The row takes part in every step issued from now on; `token` None: its slot holds the input token."""
         assert live.slot is not None
         self._cut()
-        self._incoming.discard(live.id)
+        self._incoming.pop(live.id, None)
         position = live.context_tokens
         self.batch[live.slot] = live
         live.step = self._steps

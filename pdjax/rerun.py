@@ -16,6 +16,7 @@ from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord,
 from pdjax.report import Report
 from pdjax.request import Request, State
 from pdjax.schedulers import SCHEDULERS
+from pdjax.schedulers.admission import guarded
 from pdjax.schedulers.base import Scheduler, Traits, traits_of
 from pdjax.simulated import SimulatedCluster
 
@@ -50,7 +51,8 @@ def policy_of(header: Header) -> Scheduler:
         raise ValueError(
             f"scheduler of the log is {header.scheduler!r}; allowed without the policy itself: {', '.join(SCHEDULERS)}"
         )
-    return SCHEDULERS[header.scheduler](header.stream_from)
+    policy = SCHEDULERS[header.scheduler](header.stream_from)
+    return guarded(policy, admission=header.admission, drop_late=header.drop_late)
 
 
 def replay(log: Log, scheduler: Scheduler | None = None) -> Replayed:

@@ -16,6 +16,7 @@ who has no limits is never rejected, and waits no longer than that and an answer
 
 import bisect
 import dataclasses
+import math
 from collections.abc import Iterable, Sequence
 
 from pdjax.record import Predicted
@@ -77,9 +78,13 @@ class Admission:
             if later:
                 best_later = min(later, key=lambda forecast: forecast.delay_s)
                 what = f"as {name} it can be kept" if name else "it can be kept"
-                reason = f"admission: {what} after {1e3 * best_later.delay_s:.0f} ms {best_later.text}"
+                delay_s = best_later.delay_s
+                when = (
+                    f"after {1e3 * delay_s:.0f} ms {best_later.text}" if delay_s < math.inf else "when all else ended"
+                )
+                reason = f"admission: {what} {when}"
                 # Others may end sooner than expected: it is looked at again before that.
-                self._remember(ask, cluster, min(best_later.delay_s / 2, MAX_WAIT_S), reason)
+                self._remember(ask, cluster, min(delay_s / 2, MAX_WAIT_S), reason)
                 return self._wait(ask, cluster, f"{reason}; now: {_why(forecasts, slo)}")
         classes = f", nor of {', '.join(name for name, _ in kinds[1:])}" if ask.laxer else ""
         return Reject(f"admission: no promise can be kept of its own{classes}: {_why(forecasts, kinds[-1][1])}")

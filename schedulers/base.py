@@ -55,10 +55,18 @@ class Ask(Protocol):
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Row:
-    """A decode row as policies see it: `generated` tokens have been handed out, the first of them at `first_s`."""
+    """A decode row as policies see it.
+
+    Attributes:
+        generated: tokens that have been handed out, the first of them at `first_s`.
+        issued: the same and those of the passes in flight.
+        most: that its answer may have in the end.
+    """
 
     ask: Ask
     generated: int
+    issued: int
+    most: int
     first_s: float
 
 
@@ -104,6 +112,16 @@ class InstanceView(Protocol):
     @property
     def running(self) -> Sequence[Row]:
         """These rows one by one, in batch order. Made when asked for: who looks at many instances uses the sums."""
+        ...
+
+    @property
+    def starting(self) -> Sequence[Ask]:
+        """Of the rows here, those that are not among `running` yet: their first token is on its way to the host."""
+        ...
+
+    @property
+    def expected(self) -> Sequence[Row]:
+        """The rows on their way here; `first_s` of one without a token is infinite."""
         ...
 
     @property
@@ -185,9 +203,11 @@ class Place:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Wait:
-    """Keep the request in the controller's queue; asked again when something changes."""
+    """Keep the request in the controller's queue; asked again when something changes. It holds up those behind it,
+    unless it steps `aside`: then they are asked too, and it stays the first to be asked the next time."""
 
     reason: str
+    aside: bool = False
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

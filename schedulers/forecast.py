@@ -17,6 +17,7 @@ from pdjax.schedulers.colocated import MAX_STREAK
 from pdjax.schedulers.predict import Spare, answer_tokens, prefill_s, queue_s, spare, spares
 
 MARGIN = 0.05  # by which predictions may be too short: what a promise is made on is taken to be longer by so much
+FEW = 32  # prompts of a queue
 P99_GAPS = 100  # an answer of fewer gaps has its longest as the 99th percentile, nearly
 
 
@@ -81,12 +82,12 @@ class Pair:
         self.source, self.target, self.local = source, target, source is target
         self._ask, self._cluster, self._rows_ride = ask, cluster, rows_ride
         traffic = cluster.traffic
-        self._step_s = _step_s(target)
+        self._step_s = _step_s(ask, target)
         self._rows = _all_spares(target, cluster, self._step_s)
         self._beside = self._rows
         if not self.local:
-            self._beside = _all_spares(source, cluster, _step_s(source)) if source.rows else []
-        self._busy_s, self._queue_s = source.busy_s, queue_s(source, traffic)
+            self._beside = _all_spares(source, cluster, _step_s(ask, source)) if source.rows else []
+        self._busy_s, self._queue_s = source.busy_s, _queue_s(source, cluster)
         self._tokens = answer_tokens(ask.max_new_tokens, 0, ask.open_ended, traffic)
         self._mean_tokens = traffic.output_tokens or self._tokens
         self._arriving = _arriving(source, target, cluster, streamed=streamed)
@@ -100,7 +101,9 @@ class Pair:
     @property
     def delays(self) -> list[float]:
         """When something will have changed here: ends of rows, in order; at last, when all has ended."""
-        return [*sorted({row.left_s for row in (*self._rows, *self._beside)}), math.inf]
+        ends = {row.left_s for row in (*self._rows, *self._beside)}
+        queued = {self._busy_s + self._queue_s + self._mean_tokens * self._step_s} if self._arriving else set()
+        return [*sorted(ends | queued), math.inf]
 
     def at(self, delay_s: float = 0.0) -> Forecast:
         """If it is placed after `delay_s`, and nobody else before."""
@@ -119,15 +122,18 @@ class Pair:
         steps = self._steps(delay_s, join_s, tokens + ask.context_tokens)
         staying = sum(row.left_s > steps * self._step_s for row in self._rows)
         lasts_s = self._mean_tokens * self._step_s  # an answer's decoding; Mooncake's t_d
-        arriving = self._arriving * min(1.0, lasts_s / join_s)
+        done_s = max(self._busy_s + self._queue_s, 1e-9)  # prompts before it end evenly until then
+        arriving = self._arriving * min(max((done_s + lasts_s - join_s) / done_s, 0.0), 1.0)
         rows, context = staying + arriving, self._context(staying, arriving, steps)
         without_s, with_s = self._step(rows, context), self._step(rows, context, joins=True)
         wait_s = max(self._over(rows + 1, context + ask.context_tokens + self._tokens), 0.0) * lasts_s
-        stall_s = 0.0 if self.local else max(queue_s(self.target, cluster.traffic) - join_s, 0.0)
+        stall_s = 0.0 if self.local else max(_queue_s(self.target, cluster) - join_s, 0.0)
 
         gaps = self._tokens - 1
-        gap_s = self._transfer_s + wait_s + with_s
-        tpot_s = with_s + (self._transfer_s + wait_s + stall_s) / gaps if gaps else 0.0
+        if not self.local:  # it joins behind the steps that are in flight when its KV is there
+            wait_s += self._transfer_s + without_s * self.target.spec.max_in_flight * (rows > 0)
+        gap_s = wait_s + with_s
+        tpot_s = with_s + (wait_s + stall_s) / gaps if gaps else 0.0
         pass_s = self._pass_s(rows, context) if self.local or self.target.pending_tokens else 0.0
         itl_s = max(with_s, pass_s, gap_s if gaps < P99_GAPS else 0.0) if gaps else 0.0
         waited_s = cluster.now - ask.arrival_s
@@ -143,11 +149,15 @@ class Pair:
         if not harm and gaps and 1e3 * without_s <= self._tightest_ms < 1e3 * with_s:
             harm = f"prompts before it would decode at {1e3 * with_s:.1f} > {self._tightest_ms:g} ms"
         return Forecast(
-            source.spec.index,
-            self.target.spec.index,
-            delay_s,
-            *(1e3 * seconds for seconds in (waited_s, ttft_s, tpot_s, itl_s, ttft_s + gaps * tpot_s)),
-            harm,
+            source=source.spec.index,
+            target=self.target.spec.index,
+            delay_s=delay_s,
+            waited_ms=1e3 * waited_s,
+            ttft_ms=1e3 * ttft_s,
+            tpot_ms=1e3 * tpot_s,
+            itl_ms=1e3 * itl_s,
+            e2e_ms=1e3 * (ttft_s + gaps * tpot_s),
+            harm=harm,
         )
 
     # --- the decode instance ----------------------------------------------------------------------------------------
@@ -170,8 +180,8 @@ class Pair:
 
     def _load(self, rows: float, context: float) -> Load:
         """Rows attend as far beyond their own contexts as those of now do."""
-        target = self.target
-        wide = target.attended_tokens / target.context_tokens if target.context_tokens else 1.0
+        now = self.target.load
+        wide = now.attended_tokens / now.context_tokens if now.context_tokens else 1.0
         return Load((), math.ceil(rows), round(context), round(wide * context))
 
     def _step(self, rows: float, context: float, *, joins: bool = False) -> float:
@@ -263,12 +273,20 @@ def _all_spares(view: InstanceView, cluster: ClusterView, step_s: float) -> list
     return spares(view, cluster) + [spare(row, ready_s, step_s, cluster.traffic) for row in starting]
 
 
-def _step_s(view: InstanceView) -> float:
-    """Of the rows there and on their way, as `spares` counts on it."""
+def _step_s(ask: Ask, view: InstanceView) -> float:
+    """Of the rows there and on their way, as `spares` counts on it; without any, of the request alone."""
     load = view.load
     for row in view.expected:
         load = load.plus_row(row.ask.context_tokens + row.issued)
-    return max(view.latency.iteration_s(view.spec, load), 1e-9)
+    return view.latency.iteration_s(view.spec, load if load.rows else load.plus_row(ask.context_tokens))
+
+
+def _queue_s(view: InstanceView, cluster: ClusterView) -> float:
+    """Seconds of prefilling what is queued: prompt by prompt where they are few, by their mean where they are many."""
+    if len(view.prefills) > FEW:
+        return queue_s(view, cluster.traffic)
+    lengths = [ask.context_tokens - ask.prefilled for ask in view.prefills]
+    return math.fsum(prefill_s(view.latency, view.spec, tokens) for tokens in lengths)
 
 
 def _arriving(source: InstanceView, target: InstanceView, cluster: ClusterView, *, streamed: bool) -> float:
