@@ -31,7 +31,6 @@ from pdjax.experiments.predictions import (
     make_of,
     predictions,
     profiled,
-    scale_rate,
 )
 from pdjax.experiments.sweep import Effort, Play, Played, Sweep
 from pdjax.experiments.virtual import ROWS
@@ -106,7 +105,7 @@ def measure(
                 play = on_bench(bench, points, "short-prompts/" if counter else "")
                 sweep.find(name, play, guesses)
                 if not counter and not quick:
-                    sweep.scale(name, play, "balanced", scale_rate(predicted, "balanced"), SCALES)
+                    sweep.scale(name, play, "balanced", predicted.rates["balanced"], SCALES)
     measured.check(points)
     return found
 

@@ -163,39 +163,18 @@ class Found:
     predicted: dict[str, Sweep]
     measured: dict[str, Sweep] = dataclasses.field(default_factory=dict)
 
-    @property
-    def main(self) -> Sweep:
-        return (self.measured or self.predicted)[self.kind]
-
-    @property
-    def scales(self) -> Sweep:
-        """The one with the attainment at other scales."""
-        played = self.measured.get(self.kind)
-        return (
-            played if played is not None and any(run.scale != 1 for run in played.runs) else self.predicted[self.kind]
-        )
-
     def summary(self) -> dict[str, Any]:
-        sweeps = self.measured or self.predicted
+        """summary.json but for where it comes from. What was not measured is the prediction, and says so."""
         by_kind = {
-            kind: compare_tables.results(sweep, kind, limits(self.virtual, kind)[1]) for kind, sweep in sweeps.items()
-        }
-        scales = [
-            {
-                "slo": point,
-                "rate": scale_rate(self.predicted[self.kind], point),
-                "scale": scale,
-                "simulated": self.scales is self.predicted[self.kind],
-                "attainment": {who: share for who in self.scales.schedulers if (share := self._at(who, point, scale))
-                               is not None},
+            kind: {
+                "simulated": kind not in self.measured,
+                **compare_tables.results(self.measured.get(kind, sweep), kind, limits(self.virtual, kind)[1]),
             }
-            for point in self.scales.points
-            for scale in SCALES
-        ]  # fmt: skip
+            for kind, sweep in self.predicted.items()
+        }
         return {
-            "simulated": not self.measured,
             **by_kind.pop(self.kind),
-            "scales": [entry for entry in scales if entry["attainment"]],
+            "scales": self._scales(),
             "other_workloads": by_kind,
             "predicted": {
                 kind: {point: {who: sweep.mean(who, point) for who in sweep.schedulers} for point in sweep.points}
@@ -203,8 +182,24 @@ class Found:
             },
         }
 
-    def _at(self, scheduler: str, point: str, scale: float) -> float | None:
-        return self.scales.attainment(scheduler, point, scale_rate(self.predicted[self.kind], point), scale)
+    def _scales(self) -> list[dict[str, Any]]:
+        """Attainment at other scales of the limits: as measured, where it was."""
+        measured = self.measured.get(self.kind)
+        sweep = measured if measured is not None and measured.rates else self.predicted[self.kind]
+        entries = []
+        for point, rate in sweep.rates.items():
+            for scale in SCALES:
+                shares = {who: sweep.attainment(who, point, scale) for who in sweep.schedulers}
+                entries.append(
+                    {
+                        "slo": point,
+                        "rate": rate,
+                        "scale": scale,
+                        "simulated": sweep is not measured,
+                        "attainment": {who: share for who, share in shares.items() if share is not None},
+                    }
+                )
+        return entries
 
 
 def predictions(virtual: Virtual, kind: str, schedulers: Sequence[str], effort: Effort) -> Found:

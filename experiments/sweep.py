@@ -119,25 +119,28 @@ class Sweep:
     def __init__(self, points: Mapping[str, SLO], make: Make, effort: Effort, aware: Sequence[str]) -> None:
         self.points, self.effort = dict(points), effort
         self.runs: list[Run] = []
+        self.rates: dict[str, float] = {}  # by point: where other scales of the limits are played
         self._make, self._aware = make, aware
 
     def find(self, scheduler: str, play: Play, guesses: Mapping[str, float]) -> None:
-        """Searches the goodput at every point and seed; `guesses`: the first rate to try, by point. Every search has
-        its first run before any has its second."""
+        """Searches the goodput at every point and seed; `guesses`: the first rates, by point, all of which are played
+        before any search goes on."""
         began_s = time.monotonic()
-        for max_runs in (1, self.effort.max_runs - 1):
+        for first in (True, False):
             for seed in range(self.effort.seeds):
                 for name in self.points:
                     known = self.trials(scheduler, name, seed)
-                    if max_runs == 1 and any(trial.rate == guesses[name] for trial in known):
-                        continue
                     if known and time.monotonic() - began_s > self.effort.budget_s:
                         continue
-                    self._search(scheduler, name, seed, guesses[name], known, max_runs, play)
+                    if not first:
+                        self._search(scheduler, name, seed, guesses[name], known, play)
+                    elif all(trial.rate != guesses[name] for trial in known):
+                        self._trial(scheduler, name, seed, guesses[name], play)
 
     def scale(self, scheduler: str, play: Play, name: str, rate: float, scales: Sequence[float]) -> None:
-        """Plays seed 0 at one rate with the limits of a point at several scales; once, if the scheduler looks at
-        none."""
+        """Plays seed 0 at one rate, the same for all schedulers, with the limits of a point at several scales; once, if
+        the scheduler looks at none."""
+        self.rates[name] = rate
         for scale in scales if scheduler in self._aware else (1.0,):
             told = name if scheduler in self._aware else ""
             if self._find(scheduler, told, scale, 0, rate) is None:
@@ -151,8 +154,10 @@ class Sweep:
     def of(self, scheduler: str) -> list[Run]:
         return [run for run in self.runs if run.scheduler == scheduler]
 
-    def attainment(self, scheduler: str, name: str, rate: float, scale: float) -> float | None:
+    def attainment(self, scheduler: str, name: str, scale: float) -> float | None:
         """Of seed 0 at a scale of the limits; None if it was not played so."""
+        if (rate := self.rates.get(name)) is None:
+            return None
         told = name if scheduler in self._aware else ""
         run = self._find(scheduler, told, scale if told else 1.0, 0, rate)
         return None if run is None else Trial(rate, run.played.met(scaled(self.points[name], scale))).attainment
@@ -179,23 +184,19 @@ class Sweep:
     def _seeds(self, scheduler: str, name: str) -> list[list[Trial]]:
         return [self.trials(scheduler, name, seed) for seed in range(self.effort.seeds)]
 
-    def _search(
-        self, scheduler: str, name: str, seed: int, guess: float, known: list[Trial], max_runs: int, play: Play
-    ) -> None:
-        told = name if scheduler in self._aware else ""
-
-        def run(rate: float) -> Trial:
-            played = self._play(scheduler, told, 1.0, seed, rate, play).played
-            return Trial(rate, played.met(self.points[name]))
-
+    def _search(self, scheduler: str, name: str, seed: int, guess: float, known: list[Trial], play: Play) -> None:
         goodput.search(
-            run,
+            lambda rate: self._trial(scheduler, name, seed, rate, play),
             guess,
             known=known,
             factor=self.effort.factor,
             tolerance=self.effort.tolerance,
-            max_runs=max_runs,
+            max_runs=self.effort.max_runs - 1,
         )
+
+    def _trial(self, scheduler: str, name: str, seed: int, rate: float, play: Play) -> Trial:
+        told = name if scheduler in self._aware else ""
+        return Trial(rate, self._play(scheduler, told, 1.0, seed, rate, play).played.met(self.points[name]))
 
     def _play(self, scheduler: str, told: str, scale: float, seed: int, rate: float, play: Play) -> Run:
         slo = scaled(self.points[told], scale) if told else SLO()

@@ -137,7 +137,8 @@ def search(
         guess: the first rate, where nothing is known.
         known: runs that there are already.
         target: of the attainment.
-        factor: from one rate to the next as long as all lie on one side.
+        factor: from one rate to the next as long as all lie on one side; squared where less than half of the target is
+            reached.
         tolerance: done when the bracket is no wider than this, relative to its lower end.
         max_runs: it gives up then.
 
@@ -160,7 +161,8 @@ def search(
         elif not below:
             rate = above[-1] * factor
         elif not above:
-            rate = below[0] / factor
+            share = points[0][1]  # far below the target, a step alone would not do
+            rate = below[0] / (factor if share > target / 2 else factor**2)
         elif below[0] <= above[-1] * (1 + tolerance):
             break
         else:

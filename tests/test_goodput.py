@@ -53,7 +53,11 @@ def test_a_search_brackets_then_bisects() -> None:
 
 
 def test_a_search_goes_down_until_a_rate_is_served() -> None:
-    assert [one.rate for one in search(lambda rate: trial(rate, 10 if rate <= 1 else 0), 4, tolerance=1)] == [4, 2, 1]
+    assert [one.rate for one in search(lambda rate: trial(rate, 10 if rate <= 1 else 8), 4, tolerance=1)] == [4, 2, 1]
+
+
+def test_a_search_takes_a_double_step_down_where_little_is_served() -> None:
+    assert [one.rate for one in search(lambda rate: trial(rate, 10 if rate <= 1 else 4), 4, tolerance=1)] == [4, 1, 2]
 
 
 def test_a_search_uses_what_is_known() -> None:
@@ -63,8 +67,8 @@ def test_a_search_uses_what_is_known() -> None:
 
 def test_a_search_ends_where_nothing_is_ever_served() -> None:
     trials = search(lambda rate: trial(rate, 0), 1, max_runs=3)
-    assert [one.rate for one in trials] == [1, 0.5, 0.25]
-    assert crossing(trials) == Crossing(0.25, "at most")
+    assert [one.rate for one in trials] == [1, 0.25, 0.0625]
+    assert crossing(trials) == Crossing(0.0625, "at most")
 
 
 @pytest.mark.parametrize("changes", [{"guess": 0.0}, {"factor": 1.0}, {"tolerance": 0.0}])

@@ -66,6 +66,15 @@ def test_every_search_has_a_run_when_the_time_is_up() -> None:
     assert system.names == ["dynamic-loose-seed0-rate2", "dynamic-tight-seed0-rate2"]
 
 
+def test_every_search_goes_on_after_its_first_run() -> None:
+    sweep = Sweep(POINTS, make, Effort(1, 10, 10, 10, max_runs=2), aware=["dynamic"])
+    system = System(100)
+    sweep.find("dynamic", system, dict.fromkeys(POINTS, 2.0))
+    first, second = system.names[:2], system.names[2:]
+    assert first == ["dynamic-loose-seed0-rate2", "dynamic-tight-seed0-rate2"]
+    assert second == ["dynamic-loose-seed0-rate4", "dynamic-tight-seed0-rate0.5"]
+
+
 def test_a_run_has_the_requests_that_arrive_in_its_window() -> None:
     effort = Effort(seeds=1, window_s=30, least=10, most=60, max_runs=1)
     assert [effort.count(rate) for rate in (0.1, 1.0, 9.0)] == [10, 30, 60]
@@ -78,8 +87,8 @@ def test_scales_replay_only_who_looks_at_the_limits() -> None:
         sweep.scale(name, system, "tight", 2.0, (0.5, 1.0, 2.0))
     assert (len(blind.names), len(aware.names)) == (1, 3)
     for name in ("colocated", "dynamic"):
-        assert [sweep.attainment(name, "tight", 2.0, scale) for scale in (0.5, 1.0, 2.0)] == [0, 0, 1]
-    assert sweep.attainment("dynamic", "tight", 3.0, 1.0) is None
+        assert [sweep.attainment(name, "tight", scale) for scale in (0.5, 1.0, 2.0)] == [0, 0, 1]
+    assert sweep.attainment("dynamic", "loose", 1.0) is None
 
 
 def test_scaled_limits_leave_out_what_is_no_limit() -> None:
