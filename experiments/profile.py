@@ -9,6 +9,7 @@ programs, so one profile serves every scheduler with chunks of at most this size
 """
 
 import logging
+import random
 import statistics
 from collections.abc import Sequence
 from pathlib import Path
@@ -57,7 +58,7 @@ class Apart:
         return Plan(take_chunks(instance, instance.spec.max_chunk), decode=instance.rows > 0)
 
 
-def lengths(config: EngineConfig, limit: int) -> list[int]:
+def lengths(limit: int) -> list[int]:
     """The prompts whose KV is moved, ascending. ValueError naming the flag."""
     texts, most = PROMPTS.value, limit - kv_times.STEPS - 1
     if not texts or not all(text.isdigit() and 0 < int(text) <= most for text in texts):
@@ -69,14 +70,15 @@ def measure(config: EngineConfig, policy: Apart, console: Console) -> profile.Pr
     """Builds an engine, runs every probe on its instances, and moves the KV of single requests."""
     found = source.resolve(config.model, max_len=config.max_model_len)
     with pdjax.Engine(config) as engine:
-        asked = lengths(config, engine.specs[0].max_model_len)
+        asked = lengths(engine.specs[0].max_model_len)
         tried = [probes.held_out(spec) for spec in engine.specs]
         wanted = [probes.measured(spec) for spec in engine.specs]
-        every = dict.fromkeys(probe for spec in zip(wanted, tried, strict=True) for probe in _all(*spec))
+        every = list(dict.fromkeys(probe for each in zip(wanted, tried, strict=True) for probe in _all(*each)))
+        random.Random(flags.SEED.value).shuffle(every)  # a machine that slows down meanwhile does so for all alike
         with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
             task = bar.add_task("loading", total=None)
             done = engine.warmup(
-                lambda done, total, what: bar.update(task, completed=done, total=total, description=what), tuple(every)
+                lambda done, total, what: bar.update(task, completed=done, total=total, description=what), every
             )
         kinds: list[profile.Kind] = []
         for spec in engine.specs:
@@ -199,6 +201,7 @@ def picture(known: profile.Profile, path: Path) -> None:
     """Predicted against measured, of every pass; needs matplotlib."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+    from matplotlib.ticker import LogLocator, NullFormatter, StrMethodFormatter
 
     from pdjax.plots import DECODE, GREY, GRID, MIXED, PREFILL
 
@@ -219,9 +222,13 @@ def picture(known: profile.Profile, path: Path) -> None:
             axes.plot(1e3 * sample.seconds, predicted, "o", color=colours[what], alpha=0.75, ms=6, label=label)
             shown.add(what)
         low, high = 0.8 * min(ends), 1.25 * max(ends)
+        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.set_major_formatter(StrMethodFormatter("{x:g}"))
+            axis.set_minor_formatter(NullFormatter())
         axes.plot([low, high], [low, high], color=GREY, linewidth=1)
         axes.fill_between([low, high], [0.9 * low, 0.9 * high], [1.1 * low, 1.1 * high], color=GRID, zorder=0)
-        axes.set(xscale="log", yscale="log", xlim=(low, high), ylim=(low, high))
         axes.set_xlabel("measured, ms")
         axes.set_ylabel("predicted, ms")
         mean = statistics.fmean(group.mean_error for group in groups)

@@ -20,7 +20,6 @@ import numpy as np
 from pdjax import codec
 from pdjax.latency import KINDS, LatencyModel, Load, Sample, fitted, kind, saturating_tokens, solve
 from pdjax.messages import InstanceSpec, Role
-from pdjax.models.buckets import Buckets
 from pdjax.models.config import ModelConfig
 
 VERSION = 1
@@ -293,10 +292,11 @@ def _threshold(samples: Sequence[Moved], max_model_len: int) -> int | None:
 
 
 def covers(known: InstanceSpec, spec: InstanceSpec) -> bool:
-    """Whether all passes of an instance have the sizes of those that were measured."""
-    same = ("devices", "pp", "page_size")
-    mine, theirs = (Buckets(each.chunk_buckets, each.row_buckets).pairs for each in (known, spec))
-    return all(getattr(known, name) == getattr(spec, name) for name in same) and set(theirs) <= set(mine)
+    """Whether prompts and rows of an instance have sizes that were measured. Where its largest batch is another, passes
+    of both are predicted by the line through the sizes."""
+    same = all(getattr(known, name) == getattr(spec, name) for name in ("devices", "pp", "page_size"))
+    sizes = ("chunk_buckets", "row_buckets")
+    return same and all(set(getattr(spec, name)) <= set(getattr(known, name)) for name in sizes)
 
 
 def _shape(spec: InstanceSpec) -> str:

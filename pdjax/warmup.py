@@ -23,7 +23,7 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 _COMPILERS = 2  # threads: more gain nothing, tracing holds the interpreter
 _CONTEXT = 256  # tokens before a chunk, or of a row, in the samples that have a context
 _ROUNDS = 3  # in which a list of passes is measured
-_SHORT_S = 0.1  # passes shorter than this are timed three times, others once
+_SHORT_S = 0.1  # passes shorter than this are timed three times, others once, in a brief measurement
 _called: set[tuple[Any, ...]] = set()  # programs that jit has seen called
 _measured: dict[tuple[Any, ...], list[float]] = {}  # (kind of pass, probe) -> seconds of each
 
@@ -58,7 +58,7 @@ def warm_up(
     for number in range(rounds):
         for done, probe in enumerate(wanted, start=len(jobs) + len(pairs) + number * len(wanted)):
             report(done, total, f"measure {probe.chunks or ''} {len(probe.contexts) or ''}".strip())
-            _time(instance, probe, number)
+            _time(instance, probe, number, again=rounds == 1)
     report(total, total, "ready")
     return [Sample(probe, float(np.median(_measured[instance.kind_of(probe), probe]))) for probe in wanted]
 
@@ -91,12 +91,12 @@ def _call(instance: "Instance", probe: Probe) -> None:
         _called.add(program)
 
 
-def _time(instance: "Instance", probe: Probe, number: int) -> None:
-    """Times a pass in round `number`; whoever asks first measures for all replicas of the kind, also those of later
-    engines."""
+def _time(instance: "Instance", probe: Probe, number: int, again: bool) -> None:
+    """Times a pass in round `number`, three times if it is short and `again` is true. Whoever asks first measures for
+    all replicas of the kind, also those of later engines."""
     times = _measured.setdefault((instance.kind_of(probe), probe), [])
     # With other processes each must run as many, whatever its clock says.
-    while len(times) <= number or (len(times) < 3 and (times[0] < _SHORT_S or not instance.alone)):
+    while len(times) <= number or (again and len(times) < 3 and (times[0] < _SHORT_S or not instance.alone)):
         began = time.perf_counter()
         instance.rehearse(probe).wait()
         times.append(time.perf_counter() - began)
