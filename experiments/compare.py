@@ -170,12 +170,12 @@ def main(argv: list[str]) -> None:
         told(found, console)
         finish(found, console, lambda: provenance.collect(flags.given()))
         return
-    if not flags.OUT.value:
+    if not (out := flags.OUT.value):
         raise ValueError("out is empty; allowed: a folder, for the requests of every run")
-    report.out_folder(flags.OUT.value)
+    report.out_folder(out)
 
     def on_head() -> None:
-        result = measure(configs, kind, effort, flags.OUT.value, console, quick=quick)
+        result = measure(configs, kind, effort, out, console, quick=quick)
         if result is not None:
             finish(result, console, lambda: provenance.collect(flags.given(), ranks=launcher.ranks_for(first)))
 

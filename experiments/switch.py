@@ -6,6 +6,9 @@ All get the same requests at the same times on as many devices: colocated, disag
 instances, dynamic. The limits are the balanced point of `pdjax.experiments.virtual` for the mean request of all
 phases; the rate, if none is given, is the highest that any of them is predicted to serve. With --simulate all is played
 in virtual time.
+
+Give --pin where there is a core for each instance. Without it instances share cores and slow each other down, which the
+prediction of the rate does not know: give a lower --rate then.
 """
 
 import importlib.util
@@ -60,12 +63,12 @@ def main(argv: list[str]) -> None:
         rate = flags.RATE.value or moving.sustained(virtuals, kind, slo, seed)
         finish(moving.simulate(virtuals, kind, slo, rate, seed), console, lambda: provenance.collect(flags.given()))
         return
-    if not flags.OUT.value:
+    if not (out := flags.OUT.value):
         raise ValueError("out is empty; allowed: a folder, for the requests of every run")
-    report.out_folder(flags.OUT.value)
+    report.out_folder(out)
 
     def on_head() -> None:
-        summary = moving.measure(configs, kind, flags.RATE.value, seed, flags.OUT.value)
+        summary = moving.measure(configs, kind, flags.RATE.value, seed, out)
         finish(summary, console, lambda: provenance.collect(flags.given(), ranks=launcher.ranks_for(first)))
 
     measured.on_ranks(on_head, first)
@@ -73,6 +76,7 @@ def main(argv: list[str]) -> None:
 
 absl_flags.adopt_module_key_flags(flags)  # --help shows them
 measured.set_defaults()
+absl_flags.set_default(flags.PIN, False)  # which needs a core for each of the three instances
 absl_flags.set_default(flags.WORKLOAD, WORKLOAD)
 absl_flags.set_default(flags.OUT, "out/switch")
 absl_flags.FLAGS.set_default("decode_instances", 2)

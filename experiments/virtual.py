@@ -116,7 +116,7 @@ def requests_of(workload: Workload) -> list[Request]:
             raise ValueError(
                 f"workload item {number} is text; allowed in virtual time: kinds that are driven by lengths"
             )
-        ids: Sequence[int] = item.prompt  # type: ignore[assignment]
+        ids: Sequence[int] = item.prompt
         requests.append(
             Request(
                 number,

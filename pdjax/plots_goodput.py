@@ -121,7 +121,8 @@ def _attainment(axes: Axes, summary: Summary, point: str, schedulers: Sequence[s
             for run in summary["points"]
             if run["scheduler"] == who and run["scale"] == 1 and point in run["attainment"]
         ]
-        axes.scatter(*zip(*runs, strict=True), s=14, color=colour(who), alpha=0.45, linewidth=0)
+        rates, shares = [rate for rate, _ in runs], [share for _, share in runs]
+        axes.scatter(rates, shares, s=14, color=colour(who), alpha=0.45, linewidth=0)
         axes.plot(*_means(runs), color=colour(who), linewidth=1.8)
         goodput = summary["goodput"][point][who]
         if not goodput["bound"]:
