@@ -5,8 +5,6 @@ Rows of a D-heavy instance that is short of pages flow to P-heavy ones, the long
 steps without interference. Rows that hold up the prompts of a P-heavy instance flow back.
 """
 
-import math
-
 from pdjax.messages import Role
 from pdjax.schedulers import predict
 from pdjax.schedulers.base import ClusterView, InstanceView, Move, Row, able
@@ -26,10 +24,11 @@ def flow(view: InstanceView, cluster: ClusterView) -> list[Move]:
 
 def degraded(view: InstanceView, cluster: ClusterView) -> Move | None:
     """From a D-heavy instance without pages: its longest answer, to a P-heavy one."""
-    if view.free_pages >= (1 - FULL) * view.spec.usable_pages:
-        return None
+    targets = able(cluster.instances, Role.PREFILL)
+    if view.free_pages >= (1 - FULL) * view.spec.usable_pages or any(other.incoming for other in targets):
+        return None  # a row that is on its way still has its pages here
     row = max(view.running, key=lambda row: row.generated, default=None)
-    free = [other for other in able(cluster.instances, Role.PREFILL) if row and other.room_for(row.ask)]
+    free = [other for other in targets if row and not other.assigned and other.room_for(row.ask)]
     if row is None or not free:
         return None
     return Move(row.ask, least_loaded(free).spec.index, f"KV fills instance {view.spec.index}; the longest answer goes")
@@ -45,7 +44,8 @@ def backflow(view: InstanceView, cluster: ClusterView) -> Move | None:
     if view.role is not Role.PREFILL or not view.prefills:
         return None
     for row, spare in zip(view.running, predict.spares(view, cluster), strict=False):  # expected rows come after them
-        if not 0 <= spare.seconds <= (1 - BACK) * _allowed_s(row, cluster):
+        allowed_s = _allowed_s(row, cluster)
+        if allowed_s is None or not 0 <= spare.seconds <= (1 - BACK) * allowed_s:
             continue
         nbytes = (row.ask.context_tokens + row.issued) * view.spec.kv_bytes_per_token
         left_s = spare.seconds - view.busy_s - view.latency.transfer_s(nbytes)
@@ -57,9 +57,9 @@ def backflow(view: InstanceView, cluster: ClusterView) -> Move | None:
     return None
 
 
-def _allowed_s(row: Row, cluster: ClusterView) -> float:
-    """Seconds that its TPOT limit allows for the whole answer."""
+def _allowed_s(row: Row, cluster: ClusterView) -> float | None:
+    """Seconds that its TPOT limit allows for the whole answer; None: it has no such limit."""
     if row.ask.slo.tpot_ms is None:
-        return math.inf
+        return None
     tokens = predict.answer_tokens(row.most, row.issued, row.ask.open_ended, cluster.traffic)
     return row.ask.slo.tpot_ms / 1e3 * (tokens - 1)

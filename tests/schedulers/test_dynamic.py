@@ -168,6 +168,12 @@ def test_the_longest_answer_leaves_a_decode_instance_without_pages():
     assert not moved(Cluster([View(spec(0, Role.PREFILL)), full]))
 
 
+def test_one_row_leaves_at_a_time():
+    full = decoding([row(0, 5), row(1, 9)], free_pages=3)
+    assert not moved(Cluster([View(spec(0, Role.PREFILL), incoming=1), full]))
+    assert not moved(Cluster([View(spec(0, Role.PREFILL), assigned=[Ask(7)]), full]))
+
+
 def prefilling(tpot_ms, **changes):
     return View(
         spec(0, Role.PREFILL), rows=1, running=[row(most=101, tpot_ms=tpot_ms)], prefills=[Ask(7, 30)], **changes
@@ -179,6 +185,10 @@ def test_a_row_without_time_to_spare_leaves_a_prefill_instance():
     moves = moved(Cluster([prefilling(12.4), View(spec(1, Role.DECODE))]))
     assert [type(move) for move in moves] == [Move] and moves[0].to == 1
     assert not moved(Cluster([prefilling(13.0), View(spec(1, Role.DECODE))]))
+
+
+def test_a_row_without_a_limit_stays():
+    assert not moved(Cluster([prefilling(None), View(spec(1, Role.DECODE))]))
 
 
 def test_a_row_stays_if_it_cannot_afford_the_move():
