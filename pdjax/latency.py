@@ -150,15 +150,16 @@ class LatencyModel:
 
 def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:
     """The five features of a load on an instance with these buckets."""
-    tokens = bucket(chunk_sizes(spec, beside_rows=load.rows > 0), sum(size for size, _ in load.chunks))
-    rows = bucket(spec.row_buckets[-1:] if load.chunks else spec.row_buckets, load.rows)  # beside a chunk: one size
-    return (
-        float(tokens),
-        float(_pairs(spec, load.chunks, tokens)),
-        float(rows),
-        float(load.context_tokens),
-        load.attended_tokens * _widened(spec, rows, load.rows),
-    )
+    tokens, pairs, rows = 0, 0.0, load.rows
+    if load.chunks:  # asked for very often: a decode step looks at nothing else
+        for size, _ in load.chunks:
+            tokens += size
+        tokens = bucket(chunk_sizes(spec, beside_rows=rows > 0), tokens)
+        pairs = _pairs(spec, load.chunks, tokens)
+    if not rows:
+        return tokens, pairs, 0.0, 0.0, 0.0
+    padded = bucket(spec.row_buckets[-1:] if load.chunks else spec.row_buckets, rows)  # beside a chunk: one size
+    return tokens, pairs, padded, load.context_tokens, load.attended_tokens * _widened(spec, padded, rows)
 
 
 def _pairs(spec: InstanceSpec, chunks: tuple[tuple[int, int], ...], padded: int) -> float:

@@ -281,11 +281,12 @@ def _threshold(samples: Sequence[Moved], max_model_len: int) -> int | None:
     gains = [(sample.tokens, sample.second_token_s - streamed[sample.tokens]) for sample in whole]
     if len(gains) < 2:
         return 1
-    slope, start = np.polyfit(*zip(*gains, strict=True), 1)
+    tokens, seconds = zip(*gains, strict=True)
+    slope, start = np.polyfit(np.array(tokens), np.array(seconds), 1)
     if slope <= 0:
         return 1 if start > 0 else None
-    tokens = max(1, math.ceil(-start / slope))
-    return tokens if tokens <= max_model_len else None
+    least = max(1, math.ceil(-start / slope))
+    return least if least <= max_model_len else None
 
 
 # --- inside ---------------------------------------------------------------------------------------------------------

@@ -55,7 +55,9 @@ def test_a_policy_object_is_taken_as_it_is():
 
 def test_an_unknown_policy_is_refused_with_the_names_that_are_known():
     refused(
-        "scheduler is 'fifo'; allowed: colocated, colocated_chunked, disaggregated, dynamic", specs, scheduler="fifo"
+        "scheduler is 'fifo'; allowed: colocated, colocated_chunked, disaggregated, splitwise, dynamic",
+        specs,
+        scheduler="fifo",
     )
 
 
