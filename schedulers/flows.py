@@ -25,10 +25,11 @@ def flow(view: InstanceView, cluster: ClusterView) -> list[Move]:
 def degraded(view: InstanceView, cluster: ClusterView) -> Move | None:
     """From a D-heavy instance without pages: its longest answer, to a P-heavy one."""
     targets = able(cluster.instances, Role.PREFILL)
-    if view.free_pages >= (1 - FULL) * view.spec.usable_pages or any(other.incoming for other in targets):
-        return None  # a row that is on its way still has its pages here
+    leaving = any(other.incoming or other.assigned for other in targets)  # and still has its pages here
+    if leaving or view.free_pages >= (1 - FULL) * view.spec.usable_pages:
+        return None
     row = max(view.running, key=lambda row: row.generated, default=None)
-    free = [other for other in targets if row and not other.assigned and other.room_for(row.ask)]
+    free = [other for other in targets if row and other.room_for(row.ask)]
     if row is None or not free:
         return None
     return Move(row.ask, least_loaded(free).spec.index, f"KV fills instance {view.spec.index}; the longest answer goes")
