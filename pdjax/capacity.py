@@ -67,7 +67,7 @@ def _rows(view: InstanceView, tpot_ms: float | None) -> int:
         context = round((view.incoming + more) * mean)
         # Rows that are not here yet are taken to be no longer than those that are.
         return view.latency.decode_s(
-            view.spec, there + more, view.context_tokens + context, view.attended_tokens + context
+            view.spec, there + more, view.context_tokens + context, view.load.attended_tokens + context
         )
 
     return bisect.bisect_right(range(1, slots + 1), tpot_ms / 1e3, key=step_s)

@@ -101,7 +101,8 @@ class Dynamic:
         roomy = least_loaded(free) if free else None
         sources = [view for view in able(cluster.instances, *Role) if self._most(view)]
         bounds = [view.busy_s + predict.work_s(ask, view, cluster.traffic) for view in sources]
-        best_s, choices = math.inf, []
+        best_s = math.inf
+        choices: list[Choice] = []
         for bound_s, view in sorted(zip(bounds, sources, strict=True), key=lambda pair: pair[0]):
             maybe = bound_s < best_s
             if not maybe and len(choices) > SHOWN:
