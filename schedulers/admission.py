@@ -32,12 +32,11 @@ from pdjax.schedulers.base import (
     Revision,
     Scheduler,
     Wait,
-    decoders,
     prefillers,
     traits_of,
 )
 from pdjax.schedulers.disaggregated import least_loaded
-from pdjax.schedulers.forecast import Forecast, Pair
+from pdjax.schedulers.forecast import Forecast, Moment, Pair
 from pdjax.schedulers.predict import prefill_s
 
 PATIENCE_S = 10.0
@@ -109,7 +108,8 @@ class Admission:
 
     def _pairs(self, ask: Ask, wanted: Place, cluster: ClusterView) -> list[Pair]:
         """Where the policy wants it, and the best of what else its traits allow, by sums alone."""
-        views, sources, targets = cluster.instances, prefillers(cluster.instances), decoders(cluster.instances)
+        moment = Moment(cluster)
+        views, sources, targets = cluster.instances, prefillers(cluster.instances), moment.targets
         target = least_loaded(targets)
         if wanted.decode is not None:
             chosen = [(views[wanted.prefill], views[wanted.decode])]
@@ -132,7 +132,7 @@ class Admission:
             able = source.spec.max_chunk and target.spec.max_rows
             if able and key not in found:
                 mode = {"streamed": streamed and source is not target, "rows_ride": self.rows_ride}
-                found[key] = Pair(ask, source, target, cluster, **mode)
+                found[key] = Pair(ask, source, target, moment, **mode)
         return list(found.values())
 
 

@@ -8,6 +8,7 @@ whose answers last longer. Times are seconds from now unless a name says otherwi
 """
 
 import dataclasses
+import functools
 import math
 
 from pdjax.latency import Load, saturating_tokens
@@ -61,10 +62,37 @@ class Forecast:
         return f"{where} TTFT {self.ttft_ms:.0f} TPOT {self.tpot_ms:.1f} ITL {self.itl_ms:.0f} E2E {self.e2e_ms:.0f} ms"
 
 
+class Moment:
+    """What the pairs of one decision share: the rows of an instance are looked at once."""
+
+    def __init__(self, cluster: ClusterView) -> None:
+        self.cluster = cluster
+        self.targets = decoders(cluster.instances)
+        self._rows: dict[int, list[Spare]] = {}
+
+    def rows(self, view: InstanceView, step_s: float) -> list[Spare]:
+        """Of running rows, of those on their way, and of those whose first token is."""
+        index = view.spec.index
+        if index not in self._rows:
+            ready_s = self.cluster.now + view.busy_s
+            starting = [Row(ask, 0, 1, ask.max_new_tokens, math.inf) for ask in view.starting]
+            rows = [spare(row, ready_s, step_s, self.cluster.traffic) for row in starting]
+            self._rows[index] = spares(view, self.cluster) + rows
+        return self._rows[index]
+
+    @functools.cached_property
+    def unnamed(self) -> float:
+        """Requests before their decoding for whom no instance is named yet, of each that decodes."""
+        roles = {view.spec.index for view in self.targets}
+        queued = sum(len(view.prefills) for view in self.cluster.instances if view.spec.index not in roles)
+        return (queued + len(self.cluster.held)) / max(len(self.targets), 1)
+
+
 class Pair:
     """Forecasts of one request for one pair of instances.
 
     Args:
+        moment: of the decision.
         streamed: KV moves while the prompt is computed, and the decode instance is named at once.
         rows_ride: rows make a step in every pass of prompts; otherwise prompts go first, MAX_STREAK passes at a time.
     """
@@ -74,23 +102,24 @@ class Pair:
         ask: Ask,
         source: InstanceView,
         target: InstanceView,
-        cluster: ClusterView,
+        moment: Moment,
         *,
         streamed: bool = False,
         rows_ride: bool = True,
     ) -> None:
         self.source, self.target, self.local = source, target, source is target
+        cluster = moment.cluster
         self._ask, self._cluster, self._rows_ride = ask, cluster, rows_ride
         traffic = cluster.traffic
         self._step_s = _step_s(ask, target)
-        self._rows = _all_spares(target, cluster, self._step_s)
+        self._rows = moment.rows(target, self._step_s)
         self._beside = self._rows
         if not self.local:
-            self._beside = _all_spares(source, cluster, _step_s(ask, source)) if source.rows else []
+            self._beside = moment.rows(source, _step_s(ask, source)) if source.rows else []
         self._busy_s, self._queue_s = source.busy_s, _queue_s(source, cluster)
         self._tokens = answer_tokens(ask.max_new_tokens, 0, ask.open_ended, traffic)
         self._mean_tokens = traffic.output_tokens or self._tokens
-        self._arriving = _arriving(source, target, cluster, streamed=streamed)
+        self._arriving = _arriving(source, target, moment, streamed=streamed)
         nbytes = source.spec.kv_bytes_per_token * (
             min(ask.context_tokens, source.spec.max_chunk) if streamed else ask.context_tokens
         )
@@ -266,13 +295,6 @@ class Pair:
         return ""
 
 
-def _all_spares(view: InstanceView, cluster: ClusterView, step_s: float) -> list[Spare]:
-    """Of running rows, of those on their way, and of those whose first token is."""
-    ready_s = cluster.now + view.busy_s
-    starting = [Row(ask, 0, 1, ask.max_new_tokens, math.inf) for ask in view.starting]
-    return spares(view, cluster) + [spare(row, ready_s, step_s, cluster.traffic) for row in starting]
-
-
 def _step_s(ask: Ask, view: InstanceView) -> float:
     """Of the rows there and on their way, as `spares` counts on it; without any, of the request alone."""
     load = view.load
@@ -289,13 +311,8 @@ def _queue_s(view: InstanceView, cluster: ClusterView) -> float:
     return math.fsum(prefill_s(view.latency, view.spec, tokens) for tokens in lengths)
 
 
-def _arriving(source: InstanceView, target: InstanceView, cluster: ClusterView, *, streamed: bool) -> float:
+def _arriving(source: InstanceView, target: InstanceView, moment: Moment, *, streamed: bool) -> float:
     """Requests that will have become rows of the target before this one. Where it is not decided who decodes them, its
     share."""
-    if source is target:
-        return len(source.prefills) + len(target.assigned)
-    if streamed:
-        return len(target.assigned) + len(target.prefills)
-    targets = decoders(cluster.instances)
-    queued = sum(len(view.prefills) for view in cluster.instances if view not in targets)
-    return len(target.prefills) + (queued + len(cluster.held)) / max(len(targets), 1)
+    own = len(target.prefills) + len(target.assigned)
+    return own if source is target or streamed else own + moment.unnamed
