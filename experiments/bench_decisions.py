@@ -23,6 +23,7 @@ from pdjax.latency import LatencyModel
 from pdjax.messages import Arrival, InstanceSpec, IterationDone, Role
 from pdjax.request import SLO, Request, SamplingParams
 from pdjax.schedulers import SCHEDULERS, Scheduler
+from pdjax.schedulers.admission import Admission
 from pdjax.schedulers.base import traits_of
 from pdjax.simulated import Timing
 from pdjax.testing import World
@@ -30,12 +31,31 @@ from pdjax.testing import World
 BAR_S = 1e-3
 LATENCY = LatencyModel((5e-3, 1e-5, 0.0, 1e-5, 1e-9, 0.0))  # of a fast accelerator: prompts are soon computed
 PROMPT, TOKENS, PAGE = 128, 4000, 64
+GUARDED = ("disaggregated", "dynamic")  # are measured with admission too
 ROOM = {"roomy": 1.0, "crowded": 0.25}  # share of the live requests that decode batches have room for
 
 absl_flags.declare_key_flag("out")
 INSTANCES = absl_flags.DEFINE_integer("instances", 64, "Of the cluster.", lower_bound=2)
 LIVE = absl_flags.DEFINE_integer("live", 10_000, "Requests that are there.", lower_bound=1)
 EVENTS = absl_flags.DEFINE_integer("events", 2000, "Passes that are timed.", lower_bound=1)
+POLICIES = absl_flags.DEFINE_list(
+    "policies",
+    [*SCHEDULERS, *(f"admission:{name}" for name in GUARDED)],
+    "Names of policies, with commas; admission:NAME is that one with admission around it.",
+)
+
+
+def policy(name: str) -> Scheduler:
+    """A fresh policy.
+
+    Raises:
+        ValueError: nothing is called that.
+    """
+    guard, _, inner = name.rpartition(":")
+    if inner not in SCHEDULERS or guard not in ("", "admission"):
+        raise ValueError(f"policies has {name!r}; allowed: {', '.join(SCHEDULERS)}, each also after 'admission:'")
+    made = SCHEDULERS[inner](None)
+    return Admission(made) if guard else made
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -113,10 +133,12 @@ def main(argv: list[str]) -> None:
     table = Table("policy", "", "arrival: median, p99 ms", "pass: median, p99 ms", f"bar {1e3 * BAR_S:g} ms")
     table.title = f"a decision with {INSTANCES.value} instances and {LIVE.value} live requests"
     entries: dict[str, Any] = {}
-    for name, make in SCHEDULERS.items():
+    for name in POLICIES.value:
+        policy(name)  # a mistake is told before anything is measured
+    for name in POLICIES.value:
         entries[name] = {}
         for case, room in ROOM.items():
-            timed = decisions(make(None), INSTANCES.value, LIVE.value, EVENTS.value, room)
+            timed = decisions(policy(name), INSTANCES.value, LIVE.value, EVENTS.value, room)
             entry = entries[name][case] = {
                 f"{kind}_{what}_s": float(np.percentile(seconds, percent))
                 for kind, seconds in (("arrival", timed.arrivals), ("pass", timed.passes))

@@ -182,6 +182,7 @@ class Books:
         """Back to the queue: it waits, and nothing of it was begun."""
         assert live.place is not None
         self.instances[live.place.prefill].dequeue(live)
+        self._unassign(live)
         live.place = None
         self.enqueue(live)
 
@@ -204,6 +205,7 @@ class Books:
 
     def stay(self, live: Live) -> None:
         """The instance that its row was to go to is lost: it goes on where its KV is, when it can."""
+        self._unassign(live)
         live.moving = live.home
         if live.state is State.MIGRATING:
             assert live.place is not None
@@ -220,6 +222,7 @@ class Books:
         """A request whose KV waits where it was computed decodes there: nothing moves."""
         assert live.place is not None
         lane = self.instances[live.place.prefill]
+        self._unassign(live)
         lane.keep(live)
         live.place = dataclasses.replace(live.place, decode=live.place.prefill)
         lane.join(live, live.first)
@@ -231,6 +234,7 @@ class Books:
     def retire(self, live: Live, state: State) -> None:
         if live.state is State.DECODING:
             self.instances[live.home].settle(live)
+        self._unassign(live)
         live.to(state)
         if live in self.queue:
             self.queue.remove(live)
@@ -259,13 +263,17 @@ class Books:
                 decodes = lane.spec.index == live.decode_on or live.local
                 lane.give_back(live, slot=live.slot if decodes else None)
             live.slot = None
-            if live.place is not None and live.place.decode is not None:
-                self.instances[live.place.decode].unassign(live)
             if live.state.terminal:
                 del self.live[live.id]
             else:
                 live.start_over()
                 self.enqueue(live)
+
+    def _unassign(self, live: Live) -> None:
+        """It does not go on where it was to."""
+        for index in (live.moving, None if live.place is None else live.place.decode):
+            if index is not None:
+                self.instances[index].unassign(live)
 
     def _lanes(self, live: Live) -> list[Lane]:
         if live.place is None:

@@ -115,7 +115,7 @@ def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
             if decision.slo_class:
                 live.degraded = next(kind for kind in live.laxer if kind.name == decision.slo_class)
             books.instances[decision.prefill].enqueue(live)
-            if decision.decode is not None:
+            if decision.decode is not None and not live.local:
                 books.instances[decision.decode].assign(live)
     return rejected
 

@@ -11,7 +11,7 @@ queue cuts the run there. So every view and every decision is what it would be w
 import bisect
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
 from typing import Protocol
 
@@ -58,7 +58,6 @@ class Lane:
         self._slots = list(range(spec.max_rows - 1, -1, -1))
         self._incoming: dict[int, Live] = {}
         self._assigned: dict[int, Live] = {}
-        self._checked_s = -1.0  # when these were last looked through for those that no longer come
         self._snapshot: Mapping[int, Live] | None = None
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
@@ -88,11 +87,8 @@ class Lane:
         return len(self._incoming)
 
     @property
-    def assigned(self) -> Sequence[Ask]:
-        if self._checked_s != self._desk.now:  # once for all that is asked at a time: there may be thousands
-            self._checked_s = self._desk.now
-            self._assigned = {key: live for key, live in self._assigned.items() if live.awaited_by(self.spec.index)}
-        return tuple(self._assigned.values())
+    def assigned(self) -> Collection[Ask]:
+        return self._assigned.values()  # no copy: there may be thousands
 
     @property
     def running(self) -> Sequence[RowView]:

@@ -100,6 +100,9 @@ class LatencyModel:
     scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     shapes: tuple[tuple[int, int, float], ...] = ()
 
+    def __hash__(self) -> int:
+        return hash((self.iteration, self.scale))  # results are looked up by it with every decision: not all shapes
+
     def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
         """Seconds of one iteration; 0 for an empty one."""
         if not load.chunks and not load.rows:

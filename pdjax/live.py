@@ -113,14 +113,6 @@ class Live:
         """Its prefill instance needs a row slot for it, and a page for the first token."""
         return self.local and not self.single
 
-    def awaited_by(self, instance: int) -> bool:
-        """It was placed elsewhere to decode there, or its row is to move there, and it is not on its way yet."""
-        if self.state is State.DECODING:
-            return self.moving == instance != self.home
-        if self.single or self.place is None or self.place.decode != instance or self.place.prefill == instance:
-            return False
-        return self.decode_on is None and self.state in (State.WAITING, State.PREFILLING, State.MIGRATING)
-
     def to(self, state: State) -> None:
         self.state = advance(self.state, state)
 

@@ -66,6 +66,9 @@ class InstanceSpec:
     moves: bool = True
     ranks: tuple[int, ...] = ()
 
+    def __hash__(self) -> int:
+        return self.index  # what it costs is looked up by it with every decision: equal ones have the same
+
     @property
     def usable_pages(self) -> int:
         return self.num_pages - 1

@@ -5,7 +5,7 @@ up to date, and returns decisions, each with a reason. The same object runs on r
 """
 
 import dataclasses
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, Protocol
 
 from pdjax.latency import LatencyModel, Load, bucket
@@ -130,7 +130,7 @@ class InstanceView(Protocol):
         ...
 
     @property
-    def assigned(self) -> Sequence[Ask]:
+    def assigned(self) -> Collection[Ask]:
         """Requests that were placed on another instance to decode here, and are not on their way yet."""
         ...
 

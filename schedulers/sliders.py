@@ -58,8 +58,10 @@ class Roles:
     def flip(self, cluster: ClusterView, tpot_s: float) -> list[Flip]:
         """The instance that should change its role now, if there is one: none while another one does."""
         traffic, now = cluster.traffic, cluster.now
+        if traffic.arrivals < MIN_ARRIVALS or not traffic.output_tokens:
+            return []
         pool = able(cluster.instances, Role.PREFILL, Role.DECODE)
-        if len(pool) < 3 or traffic.arrivals < MIN_ARRIVALS or not traffic.output_tokens:
+        if len(pool) < 3:
             return []
         if any(view.next_role is not None for view in cluster.instances):
             return []
