@@ -244,7 +244,8 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"times is {','.join(TIMES.value)!r}; allowed: numbers > 0 with commas")
     if config.scheduler not in SCHEDULERS:
         raise ValueError(f"scheduler is {config.scheduler!r}; allowed: {', '.join(SCHEDULERS)}")
-    if not SIMULATE.value and not flags.OUT.value:
+    out = flags.OUT.value or ""
+    if not SIMULATE.value and not out:
         raise ValueError("out is empty; allowed: a folder, for the requests and events of every run")
     virtual = predictions.profiled(config, source.resolve(config.model).config)
     kind, count, seed = flags.WORKLOAD.value, flags.NUM_REQUESTS.value, flags.SEED.value
@@ -255,10 +256,10 @@ def main(argv: list[str]) -> None:
         points = simulated(plan, config)
         finish(summary_of(plan, config.scheduler, points, "virtual time"), provenance.collect(flags.given()))
         return
-    report.out_folder(flags.OUT.value)
+    report.out_folder(out)
 
     def on_head() -> None:
-        points = measure(plan, config, flags.OUT.value)
+        points = measure(plan, config, out)
         origin = provenance.collect(flags.given(), ranks=launcher.ranks_for(config))
         finish(summary_of(plan, config.scheduler, points, "measured"), origin)
 
