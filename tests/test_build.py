@@ -83,10 +83,10 @@ def test_disaggregated_instances_do_one_thing():
     assert (decode.role, decode.max_chunk, decode.max_rows) == (Role.DECODE, 0, 4)
 
 
-def test_dynamic_decode_instances_can_prefill():
+def test_dynamic_instances_can_do_all_and_move_rows():
     prefill, decode = specs("dynamic")
-    assert (prefill.max_chunk, prefill.max_rows) == (64, 0)
-    assert (decode.max_chunk, decode.max_rows) == (32, 4)
+    assert (prefill.max_chunk, prefill.max_rows, prefill.moves) == (64, 4, True)
+    assert (decode.max_chunk, decode.max_rows, decode.moves) == (32, 4, True)
 
 
 def test_a_policy_that_says_nothing_gets_instances_that_can_do_all():

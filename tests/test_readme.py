@@ -31,9 +31,9 @@ def documents(test):
 def printed(tmp_path_factory):
     """What the README's blocks print, run in order in a fresh interpreter that has no compiled programs yet."""
     blocks = re.findall(r"^```python\n(.*?)^```", README, re.MULTILINE | re.DOTALL)
-    assert len(blocks) == 8
+    assert len(blocks) == 9
     program = "\n".join(blocks)
-    assert program.count(MODEL) == 2
+    assert program.count(MODEL) == 3
     folder = tmp_path_factory.mktemp("readme")
     script = folder / "readme.py"
     script.write_text(program.replace(MODEL, IN_TESTS))
@@ -54,6 +54,10 @@ def test_the_other_blocks_print_what_they_say(printed):
     assert re.search(repeated, printed, re.MULTILINE), "a seed repeats; log probabilities are there"
     assert re.search(r"^deadline$", printed, re.MULTILINE)
     assert re.search(r"^goodput \d+\.\d+ of \d+\.\d+ requests/s$", printed, re.MULTILINE)
+
+
+def test_a_request_of_a_class_is_admitted_with_what_is_expected_of_it(printed):
+    assert re.search(r"^chat Predicted\(ttft_ms=.*admission: admitted", printed, re.MULTILINE)
 
 
 def test_a_users_scheduler_places_what_the_engine_serves(printed):
