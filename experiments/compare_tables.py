@@ -9,7 +9,7 @@ from rich.table import Table
 from pdjax.experiments.sweep import Sweep
 
 COLOCATED = ("colocated", "colocated_chunked")
-AWARE = ("colocated_chunked", "dynamic")  # of the SLO: the others are played once and judged by all
+AWARE = ("dynamic",)  # of limits on TTFT and TPOT: the others are played once and judged by all
 RATIOS = ("disaggregated_over_colocated", "dynamic_over_best")
 
 
