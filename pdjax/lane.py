@@ -93,14 +93,15 @@ class Lane:
     @property
     def running(self) -> Sequence[RowView]:
         self._catch_up()
-        done = self.in_flight.clock.done
+        done, steps, offsets, decoding = self.in_flight.clock.done, self._steps, self._offsets, State.DECODING
         rows = []
         for slot, live in self.batch.items():
-            if live.state is State.DECODING:  # its first token may still be on its way to the host
-                generated = len(live.tokens) + max(0, done - live.step)
-                issued = self._offsets[slot] + self._steps - len(live.request.prompt_ids)
-                most = live.request.sampling.max_tokens
-                rows.append(RowView(live, generated, issued, most, live.timeline.token_s[0]))
+            if live.state is decoding:  # its first token may still be on its way to the host
+                generated, request = len(live.tokens), live.request
+                if done > live.step:
+                    generated += done - live.step
+                issued = offsets[slot] + steps - len(request.prompt_ids)
+                rows.append(RowView(live, generated, issued, request.sampling.max_tokens, live.timeline.token_s[0]))
         return rows
 
     @property
@@ -121,6 +122,8 @@ class Lane:
 
     @property
     def busy_s(self) -> float:
+        if not self.in_flight:
+            return 0.0
         self._catch_up()
         return self.in_flight.busy_s(self._desk.now, lambda load: self.latency.iteration_s(self.spec, load))
 

@@ -6,7 +6,7 @@ up to date, and returns decisions, each with a reason. The same object runs on r
 
 import dataclasses
 from collections.abc import Collection, Iterable, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from pdjax.latency import LatencyModel, Load, bucket
 from pdjax.messages import InstanceSpec, Role
@@ -53,8 +53,7 @@ class Ask(Protocol):
         ...
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):  # quickly made: a decision may look at hundreds
     """A decode row as policies see it.
 
     Attributes:
@@ -347,16 +346,17 @@ def traits_of(scheduler: Scheduler) -> Traits:
 
 def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:
     """The living instances that have one of the roles, and are not about to lose it."""
-    return [view for view in instances if view.alive and view.role in roles and view.next_role in (None, *roles)]
+    turning = (None, *roles)  # made once: asked for with every decision
+    return [view for view in instances if view.alive and view.role in roles and view.next_role in turning]
 
 
-def prefillers(instances: Iterable[InstanceView]) -> list[InstanceView]:
+def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:
     """Who takes prompts: the living PREFILL and MIXED instances, or if none is left, all that can."""
-    alive = able(instances, *Role)
-    return able(alive, Role.PREFILL, Role.MIXED) or [view for view in alive if view.spec.max_chunk]
+    found = able(instances, Role.PREFILL, Role.MIXED)
+    return found or [view for view in instances if view.alive and view.spec.max_chunk]
 
 
-def decoders(instances: Iterable[InstanceView]) -> list[InstanceView]:
+def decoders(instances: Sequence[InstanceView]) -> list[InstanceView]:
     """Who takes rows: the living DECODE and MIXED instances, or if none is left, all that can."""
-    alive = able(instances, *Role)
-    return able(alive, Role.DECODE, Role.MIXED) or [view for view in alive if view.spec.max_rows]
+    found = able(instances, Role.DECODE, Role.MIXED)
+    return found or [view for view in instances if view.alive and view.spec.max_rows]

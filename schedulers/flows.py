@@ -24,9 +24,10 @@ def flow(view: InstanceView, cluster: ClusterView) -> list[Move]:
 
 def degraded(view: InstanceView, cluster: ClusterView) -> Move | None:
     """From a D-heavy instance without pages: its longest answer, to a P-heavy one."""
+    if view.free_pages >= (1 - FULL) * view.spec.usable_pages:
+        return None
     targets = able(cluster.instances, Role.PREFILL)
-    leaving = any(other.incoming or other.assigned for other in targets)  # and still has its pages here
-    if leaving or view.free_pages >= (1 - FULL) * view.spec.usable_pages:
+    if any(other.incoming or other.assigned for other in targets):  # that one still has its pages here
         return None
     row = max(view.running, key=lambda row: row.generated, default=None)
     free = [other for other in targets if row and other.room_for(row.ask)]

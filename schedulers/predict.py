@@ -6,10 +6,10 @@ next one. Whatever else the instance does meanwhile, such as prefilling, is paid
 TaiChi (section 2.4), which is exact for limits on means such as TPOT.
 """
 
-import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Sequence
+from typing import NamedTuple
 
 from pdjax.latency import LatencyModel
 from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Row
@@ -18,8 +18,7 @@ from pdjax.traffic import Traffic
 prefill_s = functools.lru_cache(maxsize=65536)(LatencyModel.prefill_s)  # (model, spec, tokens) -> seconds, alone
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Spare:
+class Spare(NamedTuple):  # quickly made: a decision may look at hundreds
     """A row's spare time.
 
     Attributes:
