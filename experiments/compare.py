@@ -54,6 +54,12 @@ QUICK_FLAG = absl_flags.DEFINE_bool(
     "quick", False, "Few and short runs, with half the lengths unless --workload is given: under 10 minutes."
 )
 PROFILE_ONLY = absl_flags.DEFINE_bool("profile_only", False, "Print the limits and the predicted goodputs, and stop.")
+MINUTES = absl_flags.DEFINE_float(
+    "minutes",
+    0.0,
+    "For the searches of each scheduler; then only what has no run yet is played. 0: any.",
+    lower_bound=0,
+)
 SEEDS = absl_flags.DEFINE_integer("seeds", 0, "How many; 0: chosen.", lower_bound=0)
 
 
@@ -160,7 +166,9 @@ def main(argv: list[str]) -> None:
     kind = flags.WORKLOAD.value or (QUICK_WORKLOAD if quick else WORKLOAD)
     workload.mean_lengths(kind)  # or there are no limits
     effort = QUICK if quick else SIMULATED if SIMULATE.value else MEASURED
-    effort = dataclasses.replace(effort, seeds=SEEDS.value or effort.seeds)
+    effort = dataclasses.replace(
+        effort, seeds=SEEDS.value or effort.seeds, budget_s=60 * MINUTES.value or effort.budget_s
+    )
     console = Console()
     first = configs[names[0]]
     if SIMULATE.value:
