@@ -16,6 +16,7 @@ from pdjax.schedulers.disaggregated import least_loaded
 from pdjax.traffic import Traffic
 
 KEPT = 0.9  # of a limit is planned for: the mix of a moment differs from the mean
+LOOK_S = 0.25  # between two looks: averages change slowly, and a look at a large cluster costs as much as a decision
 HOLD_S = 5.0  # for which another number must be wanted before a role changes
 MIN_ARRIVALS = 10  # before which nothing is known
 
@@ -26,11 +27,15 @@ def step_s(view: InstanceView, rows: int, traffic: Traffic) -> float:
     return view.latency.iteration_s(view.spec, Load((), rows, rows * context, rows * context))
 
 
-def rows_of(view: InstanceView, traffic: Traffic, rate: float) -> float:
-    """Rows at a time if `rate` requests per second decode on this instance; inf: ever more."""
+def line(view: InstanceView, traffic: Traffic) -> tuple[float, float]:
+    """Seconds of a step with one row, and of each further row."""
     most = max(view.spec.max_rows, 2)
     one, all_ = step_s(view, 1, traffic), step_s(view, most, traffic)
-    each = (all_ - one) / (most - 1)
+    return one, (all_ - one) / (most - 1)
+
+
+def rows_of(rate: float, traffic: Traffic, one: float, each: float) -> float:
+    """Rows at a time if `rate` requests per second decode on an instance with steps of this `line`; inf: ever more."""
     tokens = rate * max(traffic.output_tokens - 1, 0)  # the first comes from the prefill
     return tokens * (one - each) / (1 - tokens * each) if tokens * each < 1 else math.inf
 
@@ -41,8 +46,9 @@ def wanted(view: InstanceView, count: int, traffic: Traffic, now: float, tpot_s:
     Args:
         tpot_s: the limit on TPOT that requests have; inf: none.
     """
+    (one, each), rate = line(view, traffic), traffic.rate(now)
     for n in range(1, count - 1):
-        rows = rows_of(view, traffic, traffic.rate(now) / n)
+        rows = rows_of(rate / n, traffic, one, each)
         if rows <= KEPT * view.spec.max_rows and step_s(view, max(1, round(rows)), traffic) <= KEPT * tpot_s:
             return n
     return max(count - 1, 1)
@@ -54,12 +60,16 @@ class Roles:
 
     _side: int = 0
     _since_s: float = 0.0
+    _looked_s: float = -math.inf
 
     def flip(self, cluster: ClusterView, tpot_s: float) -> list[Flip]:
         """The instance that should change its role now, if there is one: none while another one does."""
         traffic, now = cluster.traffic, cluster.now
         if traffic.arrivals < MIN_ARRIVALS or not traffic.output_tokens:
             return []
+        if now - self._looked_s < LOOK_S:
+            return []
+        self._looked_s = now
         pool = able(cluster.instances, Role.PREFILL, Role.DECODE)
         if len(pool) < 3:
             return []

@@ -20,11 +20,11 @@ VIEW = View(spec(0, Role.DECODE))
 
 def test_rows_follow_from_the_tokens_per_second_and_the_step():
     # 250 tokens/s: rows = 250 * (0.010 + 0.002 * rows) = 5
-    assert sliders.rows_of(VIEW, traffic(25), 25) == pytest.approx(5)
+    assert sliders.rows_of(25, traffic(25), *sliders.line(VIEW, traffic(25))) == pytest.approx(5)
 
 
 def test_more_tokens_than_steps_can_make_are_ever_more_rows():
-    assert sliders.rows_of(VIEW, traffic(50), 50) == math.inf
+    assert sliders.rows_of(50, traffic(50), *sliders.line(VIEW, traffic(50))) == math.inf
 
 
 def test_the_fewest_instances_whose_rows_have_slots_are_wanted():
@@ -54,7 +54,7 @@ def test_a_role_changes_when_another_number_has_been_wanted_long_enough():
     roles, cluster = sliders.Roles(), pool(*TWO_P)
     cluster.instances[0].prefills = [Ask()]
     assert roles.flip(cluster, math.inf) == []
-    cluster.now = sliders.HOLD_S - 0.01
+    cluster.now = sliders.HOLD_S - sliders.LOOK_S
     assert roles.flip(cluster, math.inf) == []
     cluster.now = sliders.HOLD_S
     (flip,) = roles.flip(cluster, math.inf)
