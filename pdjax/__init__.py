@@ -22,8 +22,8 @@ if TYPE_CHECKING:
     from pdjax.handle import Result as Result
     from pdjax.report import Report as Report
     from pdjax.request import SLO as SLO
-    from pdjax.request import SLOClass as SLOClass
     from pdjax.request import SamplingParams as SamplingParams
+    from pdjax.request import SLOClass as SLOClass
     from pdjax.workload import Workload as Workload
 
 __version__ = "0.1.0"

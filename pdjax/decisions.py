@@ -16,6 +16,8 @@ from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
 
 MAX_ASIDE = 16  # requests that may step aside at a time: each is asked about again after every event
 
+MAX_WAITING = 16  # requests whose KV waits, and who find no room, before those behind them are not asked about
+
 
 def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -> list[tuple[Live, str]]:
     """Everything that can be decided now. Commands go to `books.commands`.
@@ -47,8 +49,11 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
 
 
 def _hand_off(books: Books, scheduler: Scheduler) -> None:
-    waiting = []
-    for live in books.held:
+    waiting: list[Live] = []
+    for at, live in enumerate(books.held):
+        if len(waiting) == MAX_WAITING and not books.stalled:
+            waiting += books.held[at:]  # where that many find no room, those behind them hardly do
+            break
         assert live.place is not None
         target = live.place.decode
         if target is None:

@@ -9,7 +9,6 @@ queue cuts the run there. So every view and every decision is what it would be w
 """
 
 import bisect
-import math
 from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 from types import MappingProxyType
@@ -23,8 +22,9 @@ from pdjax.live import Live
 from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
 from pdjax.request import State
-from pdjax.schedulers.base import Ask
+from pdjax.schedulers.base import Ask, RowTable
 from pdjax.schedulers.base import Row as RowView
+from pdjax.slots import Slots
 
 
 class Desk(Protocol):
@@ -56,6 +56,7 @@ class Lane:
         self._desk = desk
         self._pool = PagePool(spec)
         self._slots = list(range(spec.max_rows - 1, -1, -1))
+        self._table = Slots(spec.max_rows)
         self._incoming: dict[int, Live] = {}
         self._assigned: dict[int, Live] = {}
         self._snapshot: Mapping[int, Live] | None = None
@@ -105,20 +106,13 @@ class Lane:
         return rows
 
     @property
-    def starting(self) -> Sequence[Ask]:
-        return [live for live in self.batch.values() if live.state is State.PREFILLING]
+    def table(self) -> RowTable:
+        self._catch_up()
+        return self._table.table(self._steps)
 
     @property
     def latency(self) -> LatencyModel:
         return self.correction.model
-
-    @property
-    def expected(self) -> Sequence[RowView]:
-        return [
-            RowView(live, len(live.tokens), len(live.tokens), live.request.sampling.max_tokens, first_s)
-            for live in self._incoming.values()
-            if (first_s := live.timeline.token_s[0] if live.timeline.token_s else math.inf)
-        ]
 
     @property
     def busy_s(self) -> float:
@@ -141,8 +135,14 @@ class Lane:
 
     @property
     def load(self) -> Load:
-        """Of the next decode step."""
         return Load((), len(self.batch), self.context_tokens, self.attended_tokens)
+
+    @property
+    def full_load(self) -> Load:
+        load = self.load
+        for live in self._incoming.values():
+            load = load.plus_row(live.context_tokens + 1)
+        return load
 
     @property
     def pool(self) -> PagePool:
@@ -202,6 +202,7 @@ class Lane:
         """A row that will join once its KV is here: pages and slot are reserved now."""
         self.reserve(live, live.context_tokens + 1, slot=True)
         self._incoming[live.id] = live
+        self._table.take(live, max(len(live.tokens), 1), here=False)
         self._assigned.pop(live.id, None)
 
     def keep(self, live: Live) -> None:
@@ -217,6 +218,7 @@ class Lane:
         self._incoming.pop(live.id, None)
         if slot is not None:
             self._slots.append(slot)
+            self._table.leave(slot)
 
     def uproot(self, live: Live) -> None:
         """A row that left the batch, and whose steps are all done, goes on elsewhere: its pages stay until then."""
@@ -236,6 +238,7 @@ class Lane:
         live.step = self._steps
         self._joins.append((live, token))
         self._offsets[live.slot] = position + 1 - self._steps
+        self._table.take(live, self._offsets[live.slot] - len(live.request.prompt_ids), here=True)
         self._attended = None
         self._context_sum += position + 1
         row = (live, live.attempt)
@@ -251,6 +254,7 @@ class Lane:
             return
         self._cut()
         del self.batch[slot]
+        self._table.leave(slot)
         self.starved = self.starved and bool(self.batch)
         self._context_sum -= self._offsets.pop(slot) + self._steps
         self._attended = None

@@ -8,6 +8,8 @@ import dataclasses
 from collections.abc import Collection, Iterable, Sequence
 from typing import Literal, NamedTuple, Protocol
 
+import numpy as np
+
 from pdjax.latency import LatencyModel, Load, bucket
 from pdjax.messages import InstanceSpec, Role
 from pdjax.record import Predicted
@@ -69,6 +71,30 @@ class Row(NamedTuple):  # quickly made: a decision may look at hundreds
     first_s: float
 
 
+class RowTable(NamedTuple):
+    """The decode rows of an instance and those on their way to it, as arrays: [n] each, in the order of their slots.
+
+    Attributes:
+        asks: the requests.
+        here: whether it is in the batch and its first token is on the host.
+        issued: tokens handed out or in flight, the first token included.
+        most: tokens that the answer may have in the end; `open_ended`: it may end before, by a stop.
+        first_s: when its first token was handed out; inf: it was not yet.
+        tpot_s, pass_s: limits on TPOT and on single gaps, seconds; inf: none.
+        end_s: when its limit on E2E is reached, on the cluster's clock; inf: none.
+    """
+
+    asks: Sequence[Ask]
+    here: np.ndarray
+    issued: np.ndarray
+    most: np.ndarray
+    open_ended: np.ndarray
+    first_s: np.ndarray
+    tpot_s: np.ndarray
+    pass_s: np.ndarray
+    end_s: np.ndarray
+
+
 class InstanceView(Protocol):
     """One instance as policies see it. Everything counts iterations already issued."""
 
@@ -110,17 +136,13 @@ class InstanceView(Protocol):
 
     @property
     def running(self) -> Sequence[Row]:
-        """These rows one by one, in batch order. Made when asked for: who looks at many instances uses the sums."""
+        """These rows one by one, in batch order, but for those whose first token is on its way to the host. Made when
+        asked for: who looks at many instances uses the sums or the table."""
         ...
 
     @property
-    def starting(self) -> Sequence[Ask]:
-        """Of the rows here, those that are not among `running` yet: their first token is on its way to the host."""
-        ...
-
-    @property
-    def expected(self) -> Sequence[Row]:
-        """The rows on their way here; `first_s` of one without a token is infinite."""
+    def table(self) -> RowTable:
+        """All rows here, and those on their way."""
         ...
 
     @property
@@ -140,7 +162,12 @@ class InstanceView(Protocol):
 
     @property
     def load(self) -> Load:
-        """Of the next decode step of these rows."""
+        """Of the next decode step of the rows here."""
+        ...
+
+    @property
+    def full_load(self) -> Load:
+        """Of a decode step when those on their way are here, too."""
         ...
 
     @property

@@ -83,5 +83,4 @@ def _largest(instance: InstanceView) -> tuple[tuple[Ask, int], ...]:
 
 def _limit_s(instance: InstanceView) -> float:
     """The strictest limit of the rows on a gap between tokens, and so on a pass that they ride in, seconds."""
-    limits = [row.ask.slo.itl_p99_ms for row in instance.running]
-    return min((limit for limit in limits if limit is not None), default=math.inf) / 1e3
+    return float(instance.table.pass_s.min(initial=math.inf))

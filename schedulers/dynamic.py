@@ -15,7 +15,6 @@ Its end points: with `mixed=True` all instances are MIXED and requests stay wher
 
 import dataclasses
 import math
-from collections.abc import Sequence
 
 from pdjax.latency import Load, chunk_sizes
 from pdjax.messages import Role
@@ -119,7 +118,7 @@ class Dynamic:
         """Seconds until the first token; where the row would stay and has no slot yet, one has to end before."""
         rows = predict.spares(view, cluster)
         full = target is view and view.rows + view.incoming >= view.spec.max_rows
-        slot_s = min((row.left_s for row in rows), default=0.0) if full else 0.0
+        slot_s = float(rows.left_s.min()) if full and rows.count else 0.0
         return slot_s + predict.ttft_s(ask, view, cluster, rows)
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
@@ -135,7 +134,7 @@ class Dynamic:
         if instance.busy_s > ISSUED * step_s:
             return Plan()  # what is decided when that is done is decided better
         rows = predict.spares(instance, cluster)
-        if not rows:
+        if not rows.count:
             return Plan(self._take(instance, cluster, instance.spec.max_chunk))
         tokens, decode = self._pass(instance, rows)
         return Plan(self._take(instance, cluster, tokens), decode)
@@ -146,12 +145,12 @@ class Dynamic:
             return view.spec.max_chunk
         return min(self._decode_chunk, view.spec.max_chunk)
 
-    def _pass(self, instance: InstanceView, rows: Sequence[predict.Spare]) -> tuple[int, bool]:
+    def _pass(self, instance: InstanceView, rows: predict.Spares) -> tuple[int, bool]:
         """(prompt tokens, whether rows take part) of the largest pass that these rows can spare the time for. Padded
         rows may cost more beside a chunk than alone: then they wait for it, and make their step after it."""
         spec, latency, load = instance.spec, instance.latency, instance.load
         step_s = latency.iteration_s(spec, load)
-        spare_s, gap_s = predict.least(rows) - STEPS * step_s, min(row.pass_s for row in rows)
+        spare_s, gap_s = rows.least() - STEPS * step_s, float(rows.pass_s.min())
         prior, best = instance.prefills[0].prefilled, (0, instance.rows > 0)
         for tokens in chunk_sizes(spec, beside_rows=True) or (spec.max_chunk,):
             alone_s = latency.iteration_s(spec, Load(((tokens, prior),)))

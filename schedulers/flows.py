@@ -5,9 +5,13 @@ Rows of a D-heavy instance that is short of pages flow to P-heavy ones, the long
 steps without interference. Rows that hold up the prompts of a P-heavy instance flow back.
 """
 
+import math
+
+import numpy as np
+
 from pdjax.messages import Role
 from pdjax.schedulers import predict
-from pdjax.schedulers.base import ClusterView, InstanceView, Move, Row, able
+from pdjax.schedulers.base import ClusterView, InstanceView, Move, able
 from pdjax.schedulers.disaggregated import least_loaded
 
 FULL = 0.95  # of the pages: a D-heavy instance gives rows away (the paper's M)
@@ -45,23 +49,17 @@ def backflow(view: InstanceView, cluster: ClusterView) -> Move | None:
     """
     if view.role is not Role.PREFILL or not view.prefills:
         return None
-    for row, spare in zip(view.running, predict.spares(view, cluster), strict=False):  # expected rows come after them
-        allowed_s = _allowed_s(row, cluster)
-        if allowed_s is None or not 0 <= spare.seconds <= (1 - BACK) * allowed_s:
-            continue
-        nbytes = (row.ask.context_tokens + row.issued) * view.spec.kv_bytes_per_token
-        left_s = spare.seconds - view.busy_s - view.latency.transfer_s(nbytes)
+    rows, spares = view.table, predict.spares(view, cluster)
+    gaps = predict.answers_tokens(rows, cluster.traffic) - 1
+    limited = rows.here & (rows.tpot_s < math.inf) & (gaps > 0)
+    short = limited & (spares.seconds >= 0) & (spares.seconds <= (1 - BACK) * np.where(limited, rows.tpot_s, 0) * gaps)
+    for at in short.nonzero()[0].tolist():
+        ask = rows.asks[at]
+        nbytes = (ask.context_tokens + int(rows.issued[at])) * view.spec.kv_bytes_per_token
+        left_s = float(spares.seconds[at]) - view.busy_s - view.latency.transfer_s(nbytes)
         targets = able(cluster.instances, Role.DECODE)
-        free = [other for other in targets if other.busy_s <= left_s and other.room_for(row.ask)]
+        free = [other for other in targets if other.busy_s <= left_s and other.room_for(ask)]
         if free:
             reason = f"nothing to spare beside {view.pending_tokens} prompt tokens on instance {view.spec.index}"
-            return Move(row.ask, least_loaded(free).spec.index, reason)
+            return Move(ask, least_loaded(free).spec.index, reason)
     return None
-
-
-def _allowed_s(row: Row, cluster: ClusterView) -> float | None:
-    """Seconds that its TPOT limit allows for the whole answer; None: it has no such limit."""
-    if row.ask.slo.tpot_ms is None:
-        return None
-    tokens = predict.answer_tokens(row.most, row.issued, row.ask.open_ended, cluster.traffic)
-    return row.ask.slo.tpot_ms / 1e3 * (tokens - 1)

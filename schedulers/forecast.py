@@ -11,11 +11,13 @@ import dataclasses
 import functools
 import math
 
+import numpy as np
+
 from pdjax.latency import Load, saturating_tokens
 from pdjax.request import SLO
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Row, decoders
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, decoders
 from pdjax.schedulers.colocated import MAX_STREAK
-from pdjax.schedulers.predict import Spare, answer_tokens, prefill_s, queue_s, spare, spares
+from pdjax.schedulers.predict import NO_ROWS, Spares, answer_tokens, prefill_s, queue_s, spares
 
 MARGIN = 0.05  # by which predictions may be too short: what a promise is made on is taken to be longer by so much
 FEW = 32  # prompts of a queue
@@ -68,16 +70,13 @@ class Moment:
     def __init__(self, cluster: ClusterView) -> None:
         self.cluster = cluster
         self.targets = decoders(cluster.instances)
-        self._rows: dict[int, list[Spare]] = {}
+        self._rows: dict[int, Spares] = {}
 
-    def rows(self, view: InstanceView, step_s: float) -> list[Spare]:
-        """Of running rows, of those on their way, and of those whose first token is."""
+    def rows(self, view: InstanceView) -> Spares:
+        """Of its rows, and of those on their way."""
         index = view.spec.index
         if index not in self._rows:
-            ready_s = self.cluster.now + view.busy_s
-            starting = [Row(ask, 0, 1, ask.max_new_tokens, math.inf) for ask in view.starting]
-            rows = [spare(row, ready_s, step_s, self.cluster.traffic) for row in starting]
-            self._rows[index] = spares(view, self.cluster) + rows
+            self._rows[index] = spares(view, self.cluster)
         return self._rows[index]
 
     @functools.cached_property
@@ -112,10 +111,10 @@ class Pair:
         self._ask, self._cluster, self._rows_ride = ask, cluster, rows_ride
         traffic = cluster.traffic
         self._step_s = _step_s(ask, target)
-        self._rows = moment.rows(target, self._step_s)
+        self._rows = moment.rows(target)
         self._beside = self._rows
         if not self.local:
-            self._beside = moment.rows(source, _step_s(ask, source)) if source.rows else []
+            self._beside = moment.rows(source) if source.rows else NO_ROWS
         self._busy_s, self._queue_s = source.busy_s, _queue_s(source, cluster)
         self._tokens = answer_tokens(ask.max_new_tokens, 0, ask.open_ended, traffic)
         self._mean_tokens = traffic.output_tokens or self._tokens
@@ -130,9 +129,10 @@ class Pair:
     @property
     def delays(self) -> list[float]:
         """When something will have changed here: ends of rows, in order; at last, when all has ended."""
-        ends = {row.left_s for row in (*self._rows, *self._beside)}
-        queued = {self._busy_s + self._queue_s + self._mean_tokens * self._step_s} if self._arriving else set()
-        return [*sorted(ends | queued), math.inf]
+        ends = [self._rows.left_s, self._beside.left_s]
+        if self._arriving:
+            ends.append(np.array([self._busy_s + self._queue_s + self._mean_tokens * self._step_s]))
+        return [*np.unique(np.concatenate(ends)).tolist(), math.inf]
 
     def at(self, delay_s: float = 0.0) -> Forecast:
         """If it is placed after `delay_s`, and nobody else before."""
@@ -141,15 +141,17 @@ class Pair:
         own_s = prefill_s(source.latency, source.spec, ask.context_tokens)
         share, queue_alone_s = queued_s / self._queue_s if self._queue_s else 0.0, queued_s
         tokens = share * source.pending_tokens
-        beside = [row for row in self._beside if row.left_s > delay_s]
-        if beside or (self.local and tokens):  # prompts that are queued here will be rows beside those behind them
+        beside = self._beside.after(delay_s)
+        if beside.count or (
+            self.local and tokens
+        ):  # prompts that are queued here will be rows beside those behind them
             queued_s, own_s = queued_s + self._slower_s(tokens), own_s + self._slower_s(ask.context_tokens)
         first_s = max(delay_s, self._busy_s + self._queue_s - queue_alone_s) + queued_s + own_s
         join_s = first_s + self._transfer_s
 
         # The decode instance when the prompt is computed.
         steps = self._steps(delay_s, join_s, tokens + ask.context_tokens)
-        staying = sum(row.left_s > steps * self._step_s for row in self._rows)
+        staying = int((self._rows.left_s > steps * self._step_s).sum())
         lasts_s = self._mean_tokens * self._step_s  # an answer's decoding; Mooncake's t_d
         done_s = max(self._busy_s + self._queue_s, 1e-9)  # prompts before it end evenly until then
         arriving = self._arriving * min(max((done_s + lasts_s - join_s) / done_s, 0.0), 1.0)
@@ -226,19 +228,21 @@ class Pair:
         return max(rows / spec.max_rows, context / (spec.usable_pages * spec.page_size)) - 1
 
     def _harm_of_rows(
-        self, rows: list[Spare], queued_s: float, own_s: float, pass_s: float, steps: float, grows_s: float
+        self, rows: Spares, queued_s: float, own_s: float, pass_s: float, steps: float, grows_s: float
     ) -> str:
         """By the time that rows lose while prompts are computed beside them, the queued and this one, and by steps that
         take longer from when it joins."""
-        for row in rows:
-            slower_s = max(row.left_s / self._step_s - steps, 0.0) * grows_s
-            if 0 <= row.seconds < queued_s + own_s + slower_s:
-                return (
-                    f"{1e3 * queued_s:.0f} + {1e3 * own_s:.0f} ms of prefill, {1e3 * slower_s:.0f} ms of longer steps: "
-                    f"they break the limits of a row there with {1e3 * row.seconds:.0f} ms to spare"
-                )
-            if row.seconds >= 0 and pass_s > row.pass_s:
-                return f"a pass of {1e3 * pass_s:.0f} ms breaks the ITL limit of a row there"
+        slower_s = np.maximum(rows.left_s / self._step_s - steps, 0.0) * grows_s
+        safe = rows.seconds >= 0  # or it misses its limits whatever happens
+        broken = safe & (rows.seconds < queued_s + own_s + slower_s)
+        if broken.any():
+            at = int(broken.argmax())
+            return (
+                f"{1e3 * queued_s:.0f} + {1e3 * own_s:.0f} ms of prefill, {1e3 * slower_s[at]:.0f} ms of longer steps: "
+                f"they break the limits of a row there with {1e3 * rows.seconds[at]:.0f} ms to spare"
+            )
+        if (safe & (pass_s > rows.pass_s)).any():
+            return f"a pass of {1e3 * pass_s:.0f} ms breaks the ITL limit of a row there"
         return ""
 
     # --- the prefill instance ---------------------------------------------------------------------------------------
@@ -297,9 +301,7 @@ class Pair:
 
 def _step_s(ask: Ask, view: InstanceView) -> float:
     """Of the rows there and on their way, as `spares` counts on it; without any, of the request alone."""
-    load = view.load
-    for row in view.expected:
-        load = load.plus_row(row.ask.context_tokens + row.issued)
+    load = view.full_load
     return view.latency.iteration_s(view.spec, load if load.rows else load.plus_row(ask.context_tokens))
 
 

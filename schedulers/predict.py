@@ -8,28 +8,47 @@ TaiChi (section 2.4), which is exact for limits on means such as TPOT.
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
+
 from pdjax.latency import LatencyModel
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Row
+from pdjax.schedulers.base import Ask, ClusterView, InstanceView, RowTable
 from pdjax.traffic import Traffic
 
 prefill_s = functools.lru_cache(maxsize=65536)(LatencyModel.prefill_s)  # (model, spec, tokens) -> seconds, alone
 
 
-class Spare(NamedTuple):  # quickly made: a decision may look at hundreds
-    """A row's spare time.
+class Spares(NamedTuple):
+    """The spare time of rows, [n] each.
 
     Attributes:
-        seconds: negative where its limits will be missed whatever happens.
-        pass_s: the longest pass that its limit on single gaps allows.
-        left_s: until its answer is complete, by decode steps alone.
+        seconds: negative where limits will be missed whatever happens.
+        pass_s: the longest pass that a limit on single gaps allows.
+        left_s: until the answer is complete, by decode steps alone.
     """
 
-    seconds: float
-    pass_s: float
-    left_s: float
+    seconds: np.ndarray
+    pass_s: np.ndarray
+    left_s: np.ndarray
+
+    @property
+    def count(self) -> int:
+        return len(self.seconds)
+
+    def after(self, delay_s: float) -> "Spares":
+        """Of the rows whose answers take longer than that."""
+        late = self.left_s > delay_s
+        return Spares(self.seconds[late], self.pass_s[late], self.left_s[late])
+
+    def least(self) -> float:
+        """Of the row that has the least; rows that miss their limits anyhow do not count."""
+        return float(self.seconds.min(where=self.seconds >= 0, initial=math.inf))
+
+    def held_up_s(self, work_s: float) -> float:
+        """How long rows that could not spare `work_s` still run, by decode steps alone."""
+        short = (self.seconds >= 0) & (self.seconds < work_s)
+        return float(self.left_s.max(where=short, initial=0.0))
 
 
 def answer_tokens(most: int, there: int, open_ended: bool, traffic: Traffic) -> int:
@@ -40,32 +59,27 @@ def answer_tokens(most: int, there: int, open_ended: bool, traffic: Traffic) -> 
     return min(most, max(round(traffic.output_tokens), 2 * there, 2))
 
 
-def spare(row: Row, ready_s: float, step_s: float, traffic: Traffic) -> Spare:
-    """The spare time of a row whose instance has done all that was issued at `ready_s`, and then makes steps of
-    `step_s`."""
-    slo, tokens = row.ask.slo, answer_tokens(row.most, row.issued, row.ask.open_ended, traffic)
-    left_s = (tokens - row.issued) * step_s
-    end_s = math.inf
-    if slo.tpot_ms is not None:
-        end_s = min(row.first_s, ready_s) + slo.tpot_ms / 1e3 * (tokens - 1)
-    if slo.e2e_ms is not None:
-        end_s = min(end_s, row.ask.arrival_s + slo.e2e_ms / 1e3)
-    pass_s = math.inf if slo.itl_p99_ms is None else slo.itl_p99_ms / 1e3
-    return Spare(end_s - ready_s - left_s, pass_s, left_s)
+def answers_tokens(rows: RowTable, traffic: Traffic) -> np.ndarray:
+    """`answer_tokens` of each row, [n]."""
+    if not traffic.output_tokens:
+        return rows.most
+    guess = np.minimum(rows.most, np.maximum(2 * rows.issued, max(round(traffic.output_tokens), 2)))
+    return np.where(rows.open_ended, guess, rows.most)
 
 
-def spares(view: InstanceView, cluster: ClusterView) -> list[Spare]:
-    """Of all rows of an instance and of those on their way to it, with steps as long as when all of them are there."""
-    ready_s, load, expected = cluster.now + view.busy_s, view.load, view.expected
-    for row in expected:
-        load = load.plus_row(row.ask.context_tokens + 1)
-    step_s = view.latency.iteration_s(view.spec, load)
-    return [spare(row, ready_s, step_s, cluster.traffic) for row in (*view.running, *expected)]
-
-
-def least(rows: Iterable[Spare]) -> float:
-    """The spare time of the row that has the least; rows that miss their limits anyhow do not count."""
-    return min((row.seconds for row in rows if row.seconds >= 0), default=math.inf)
+def spares(view: InstanceView, cluster: ClusterView) -> Spares:
+    """Of all rows of an instance and of those on their way to it, once it has done all that was issued, and with steps
+    as long as when all of them are there."""
+    rows = view.table
+    if not len(rows.asks):
+        return NO_ROWS
+    ready_s = cluster.now + view.busy_s
+    left_s = (answers_tokens(rows, cluster.traffic) - rows.issued) * view.latency.iteration_s(view.spec, view.full_load)
+    gaps = answers_tokens(rows, cluster.traffic) - 1
+    with np.errstate(invalid="ignore"):  # no limit, and no gap
+        allowed_s = np.where(gaps > 0, rows.tpot_s * gaps, math.inf)
+    end_s = np.minimum(np.minimum(rows.first_s, ready_s) + allowed_s, rows.end_s)
+    return Spares(end_s - ready_s - left_s, rows.pass_s, left_s)
 
 
 def queue_s(view: InstanceView, traffic: Traffic) -> float:
@@ -79,11 +93,11 @@ def work_s(ask: Ask, view: InstanceView, traffic: Traffic) -> float:
     return queue_s(view, traffic) + prefill_s(view.latency, view.spec, ask.context_tokens)
 
 
-def ttft_s(ask: Ask, view: InstanceView, cluster: ClusterView, rows: Sequence[Spare]) -> float:
+def ttft_s(ask: Ask, view: InstanceView, cluster: ClusterView, rows: Spares) -> float:
     """Seconds from now until the first token, if the prompt is put behind those of `view`: behind what is issued and
     queued, and behind the decode steps of rows that cannot spare so much time. `rows`: of `spares(view)`."""
     work = work_s(ask, view, cluster.traffic)
-    return view.busy_s + max((row.left_s for row in rows if 0 <= row.seconds < work), default=0.0) + work
+    return view.busy_s + rows.held_up_s(work) + work
 
 
 def tpot_s(ask: Ask, view: InstanceView, traffic: Traffic) -> float:
@@ -97,3 +111,6 @@ def tpot_s(ask: Ask, view: InstanceView, traffic: Traffic) -> float:
     tokens = answer_tokens(ask.max_new_tokens, 1, ask.open_ended, traffic)
     shared = step + queue_s(view, traffic) / max(tokens - 1, 1)
     return shared if ask.slo.tpot_ms is None else min(shared, max(step, ask.slo.tpot_ms / 1e3))
+
+
+NO_ROWS = Spares(*(np.zeros(0) for _ in range(3)))

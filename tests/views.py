@@ -1,10 +1,14 @@
 """Instances, requests and clusters in a state that a test chooses, as policies see them. Imported as `tests.views`."""
 
 import dataclasses
+import math
+
+import numpy as np
 
 from pdjax.latency import LatencyModel, Load
 from pdjax.messages import InstanceSpec, Role
 from pdjax.request import SLO
+from pdjax.schedulers.base import RowTable
 from pdjax.testing import spec
 from pdjax.traffic import Traffic
 
@@ -35,8 +39,7 @@ class View:
     context_tokens: int = 0
     attended_tokens: int = 0
     running: list = dataclasses.field(default_factory=list)
-    starting: list = dataclasses.field(default_factory=list)
-    expected: list = dataclasses.field(default_factory=list)
+    coming: list = dataclasses.field(default_factory=list)  # rows on their way
     busy_s: float = 0.0
     became: Role | None = None
     next_role: Role | None = None
@@ -54,6 +57,28 @@ class View:
     @property
     def load(self):
         return Load((), self.rows, self.context_tokens, self.attended_tokens)
+
+    @property
+    def full_load(self):
+        load = self.load
+        for row in self.coming:
+            load = load.plus_row(row.ask.context_tokens + 1)
+        return load
+
+    @property
+    def table(self):
+        rows, slos = [*self.running, *self.coming], [row.ask.slo for row in (*self.running, *self.coming)]
+        return RowTable(
+            [row.ask for row in rows],
+            np.arange(len(rows)) < len(self.running),
+            np.array([max(row.issued, 1) for row in rows], np.int64),
+            np.array([row.most for row in rows], np.int64),
+            np.array([row.ask.open_ended for row in rows], bool),
+            np.array([row.first_s for row in rows], float),
+            np.array([(slo.tpot_ms or math.inf) / 1e3 for slo in slos], float),
+            np.array([(slo.itl_p99_ms or math.inf) / 1e3 for slo in slos], float),
+            np.array([row.ask.arrival_s + (row.ask.slo.e2e_ms or math.inf) / 1e3 for row in rows], float),
+        )
 
     @property
     def pending_tokens(self):

@@ -2,6 +2,7 @@
 
 import math
 
+import numpy as np
 import pytest
 
 from pdjax.messages import Role
@@ -21,30 +22,42 @@ def traffic(prompt=0, output=0):
     return Traffic(prompt_tokens=prompt, output_tokens=output)
 
 
+def spares(*rows, coming=(), now=0.0, of=None):
+    view = View(spec(0, Role.DECODE), rows=len(rows), running=list(rows), coming=list(coming))
+    return predict.spares(view, Cluster([view], now=now, traffic=of or traffic()))
+
+
 def test_spare_time_is_what_tpot_allows_for_the_rest_less_the_steps_it_needs():
     # 10 steps of 12 ms are left at 0.1 s: until 0.22 s; 10 gaps of 30 ms end at 0.3 s.
-    spare = predict.spare(row(tpot_ms=30), 0.1, 0.012, traffic())
-    assert spare.seconds == pytest.approx(0.08) and spare.left_s == pytest.approx(0.12)
+    found = spares(row(tpot_ms=30), now=0.1)
+    assert found.seconds == pytest.approx([0.08]) and found.left_s == pytest.approx([0.12])
 
 
 def test_a_row_that_cannot_keep_its_limit_any_more_has_less_than_nothing():
-    assert predict.spare(row(tpot_ms=30), 0.2, 0.012, traffic()).seconds == pytest.approx(-0.02)
+    assert spares(row(tpot_ms=30), now=0.2).seconds == pytest.approx([-0.02])
 
 
 def test_the_end_of_an_answer_counts_from_its_arrival():
-    assert predict.spare(row(e2e_ms=200), 0.05, 0.012, traffic()).seconds == pytest.approx(0.2 - 0.05 - 0.12)
+    assert spares(row(e2e_ms=200), now=0.05).seconds == pytest.approx([0.2 - 0.05 - 0.12])
 
 
 def test_without_limits_there_is_any_amount_of_time():
-    assert predict.spare(row(), 5.0, 0.012, traffic()) == predict.Spare(math.inf, math.inf, pytest.approx(0.12))
+    found = spares(row(), row(most=1), now=5.0)
+    assert found.seconds.tolist() == [math.inf] * 2 and found.pass_s.tolist() == [math.inf] * 2
 
 
 def test_a_limit_on_gaps_limits_each_pass():
-    assert predict.spare(row(itl_p99_ms=40), 0.1, 0.012, traffic()).pass_s == pytest.approx(0.04)
+    assert spares(row(itl_p99_ms=40)).pass_s == pytest.approx([0.04])
 
 
-def test_a_row_on_its_way_has_all_its_time_before_it():
-    assert predict.spare(row(first_s=math.inf, tpot_ms=30), 7.0, 0.012, traffic()).seconds == pytest.approx(0.3 - 0.12)
+def test_a_row_without_a_token_has_all_its_time_before_it():
+    assert spares(coming=[row(first_s=math.inf, tpot_ms=30)], now=7.0).seconds == pytest.approx([0.3 - 0.12])
+
+
+def test_rows_end_when_others_did_on_average():
+    asked = Row(Ask(slo=SLO(tpot_ms=30), open_ended=True), 1, 1, 11, 0.0)
+    # 4 gaps instead of 10
+    assert spares(asked, of=traffic(output=5)).seconds == pytest.approx([4 * 0.018])
 
 
 @pytest.mark.parametrize(
@@ -55,27 +68,38 @@ def test_answers_are_as_long_as_asked_for_or_as_others_were(there, open_ended, m
     assert predict.answer_tokens(20, there, open_ended, traffic(output=mean)) == tokens
 
 
+def given(*rows):
+    """Spare times of rows as (seconds, left_s)."""
+    seconds, left_s = np.array(rows).T
+    return predict.Spares(seconds, np.full(len(rows), math.inf), left_s)
+
+
 def test_rows_that_miss_their_limits_anyhow_hold_up_nobody():
-    spares = [predict.Spare(seconds, math.inf, 0.0) for seconds in (-1.0, 0.5, 0.2)]
-    assert predict.least(spares) == 0.2 and predict.least(spares[:1]) == math.inf
+    found = given((-1.0, 9.0), (0.5, 3.0), (0.2, 2.0))
+    assert found.least() == 0.2 and given((-1.0, 9.0)).least() == math.inf
+    assert [found.held_up_s(work_s) for work_s in (0.1, 0.3, 0.6)] == [0.0, 2.0, 3.0]
+
+
+def test_rows_that_end_before_are_left_out():
+    assert given((0.5, 3.0), (0.2, 2.0)).after(2.0).seconds.tolist() == [0.5]
 
 
 def test_steps_are_as_long_as_with_the_rows_that_are_on_their_way():
-    view = View(spec(0, Role.DECODE), rows=1, running=[row(tpot_ms=30)], expected=[row(first_s=math.inf, tpot_ms=30)])
     # Steps of 14 ms: 0.3 - 0.14 for each.
-    assert [spare.seconds for spare in predict.spares(view, Cluster([view]))] == [pytest.approx(0.16)] * 2
+    found = spares(row(tpot_ms=30), coming=[row(first_s=math.inf, tpot_ms=30)])
+    assert found.seconds == pytest.approx([0.16] * 2)
 
 
 def test_ttft_is_behind_what_is_issued_and_queued():
     view = View(spec(0, Role.PREFILL), prefills=[Ask(0, 16)], busy_s=0.1)
     cluster = Cluster([view], traffic=traffic(prompt=8))
     # Two prompts of 8 take 18 ms each, the prompt of 20 passes of 16 and 4 tokens.
-    assert predict.ttft_s(Ask(1, 20), view, cluster, []) == pytest.approx(0.1 + 0.036 + 0.026 + 0.014)
+    assert predict.ttft_s(Ask(1, 20), view, cluster, predict.NO_ROWS) == pytest.approx(0.1 + 0.036 + 0.026 + 0.014)
 
 
 def test_ttft_is_behind_rows_that_cannot_spare_so_much_time():
-    view, spares = View(spec(0, Role.DECODE)), [predict.Spare(0.01, math.inf, 0.5), predict.Spare(1.0, math.inf, 9.0)]
-    assert predict.ttft_s(Ask(1, 10), view, Cluster([view]), spares) == pytest.approx(0.5 + 0.02)
+    view, rows = View(spec(0, Role.DECODE)), given((0.01, 0.5), (1.0, 9.0))
+    assert predict.ttft_s(Ask(1, 10), view, Cluster([view]), rows) == pytest.approx(0.5 + 0.02)
 
 
 def test_tpot_is_a_step_of_all_rows_and_a_share_of_the_queue():

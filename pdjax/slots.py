@@ -1,0 +1,66 @@
+"""The decode rows of one lane as arrays over row slots, for policies that look at hundreds of them at once. The lane
+says who takes and leaves a slot; a `RowTable` leaves. A row costs nothing from step to step.
+"""
+
+import math
+
+import numpy as np
+
+from pdjax.live import Live
+from pdjax.schedulers.base import RowTable
+
+
+class Slots:
+    """See the module's text. `count`: of the instance."""
+
+    def __init__(self, count: int) -> None:
+        self._lives: list[Live | None] = [None] * count
+        self._silent: set[int] = set()  # slots of rows whose first token is not on the host
+        self._taken = np.zeros(count, bool)
+        self._here = np.zeros(count, bool)
+        self._issued = np.zeros(count, np.int64)  # less the steps of the lane, for those in the batch
+        self._most = np.zeros(count, np.int64)
+        self._open_ended = np.zeros(count, bool)
+        self._first_s, self._tpot_s, self._pass_s, self._end_s = np.zeros((4, count))
+
+    def take(self, live: Live, issued: int, *, here: bool) -> None:
+        """A row has this slot: in the batch, where `issued` grows with the lane's steps, or on its way."""
+        slot, slo = live.slot, live.slo
+        assert slot is not None
+        self._lives[slot], self._taken[slot], self._here[slot] = live, True, here
+        self._issued[slot], self._most[slot] = issued, live.request.sampling.max_tokens
+        self._open_ended[slot] = live.open_ended
+        self._first_s[slot] = live.timeline.token_s[0] if live.timeline.token_s else math.inf
+        if live.timeline.token_s:
+            self._silent.discard(slot)
+        else:
+            self._silent.add(slot)
+        self._tpot_s[slot] = math.inf if slo.tpot_ms is None else slo.tpot_ms / 1e3
+        self._pass_s[slot] = math.inf if slo.itl_p99_ms is None else slo.itl_p99_ms / 1e3
+        self._end_s[slot] = math.inf if slo.e2e_ms is None else live.arrival_s + slo.e2e_ms / 1e3
+
+    def leave(self, slot: int) -> None:
+        """Nobody has it any more."""
+        self._lives[slot], self._taken[slot] = None, False
+        self._silent.discard(slot)
+
+    def table(self, steps: int) -> RowTable:
+        """Of all rows, when the lane has issued so many steps."""
+        for slot in list(self._silent):
+            live = self._lives[slot]
+            if live is not None and live.timeline.token_s:
+                self._first_s[slot] = live.timeline.token_s[0]
+                self._silent.discard(slot)
+        at = self._taken.nonzero()[0]
+        here, first_s = self._here[at], self._first_s[at]
+        return RowTable(
+            asks=[live for live in self._lives if live is not None],
+            here=here & (first_s < math.inf),
+            issued=self._issued[at] + steps * here,
+            most=self._most[at],
+            open_ended=self._open_ended[at],
+            first_s=first_s,
+            tpot_s=self._tpot_s[at],
+            pass_s=self._pass_s[at],
+            end_s=self._end_s[at],
+        )
