@@ -159,11 +159,13 @@ class Lane:
 
     def room_for(self, ask: Ask) -> bool:
         assert isinstance(ask, Live)
+        if not self.alive or self.starved or not self._slots:
+            return False  # first what costs least: thousands may be asked about
         held = len(self.pool.pages(ask.id)) if ask.state is State.MIGRATING else 0
         runs = ask.state is State.DECODING
         tokens = len(ask.request.prompt_ids) + len(ask.tokens) if runs else ask.context_tokens + 1
         needed = self.spec.pages_for(tokens) - held
-        return self.alive and not self.starved and self.has_slot and self.pool.free >= needed
+        return self.pool.free >= needed
 
     # --- the queue --------------------------------------------------------------------------------------------------
 

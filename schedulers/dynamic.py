@@ -28,6 +28,7 @@ from pdjax.schedulers.sliders import Roles
 STEPS = 2.0  # decode steps of spare time are left to rows: predictions err
 ISSUED = 3.0  # decode steps: behind more work than that nothing is issued while prompts wait
 PATIENCE = 10.0  # times its TTFT limit: a prompt that is so late comes first again, or it might wait for ever
+LOOKED = 64  # prompts at the front of a queue: of more, hardly one can be in time
 SHOWN = 3  # alternatives in a reason
 
 
@@ -133,6 +134,9 @@ class Dynamic:
         step_s = instance.latency.iteration_s(instance.spec, instance.load.plus_row(1))
         if instance.busy_s > ISSUED * step_s:
             return Plan()  # what is decided when that is done is decided better
+        first = instance.prefills[0]
+        if not first.prefilled and not instance.startable(first):
+            return Plan(decode=instance.rows > 0)
         rows = predict.spares(instance, cluster)
         if not rows.count:
             return Plan(self._take(instance, cluster, instance.spec.max_chunk))
@@ -173,7 +177,8 @@ class Dynamic:
 
         chunks: list[tuple[Ask, int]] = []
         left = min(budget, self._most(instance))
-        for ask in sorted(instance.prefills, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id)):
+        queue = instance.prefills[:LOOKED]
+        for ask in sorted(queue, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id)):
             if left <= 0 or len(chunks) == instance.spec.max_chunks:
                 break
             if ask.prefilled == 0 and not instance.startable(ask):
