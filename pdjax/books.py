@@ -193,7 +193,6 @@ class Books:
         lane.leave(live)
         live.moving = target
         self.instances[target].assign(live)
-        live.moves += 1
         live.attempt += 1  # what is filed under the old one means a stay that is over
         if not lane.barrier(live):
             self._uproot(live)

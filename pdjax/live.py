@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Sequence
 
-from pdjax.record import FinishReason, RequestRecord, Timeline
+from pdjax.record import FinishReason, MoveRecord, RequestRecord, Timeline
 from pdjax.request import SLO, Request, SLOClass, State, advance
 from pdjax.schedulers.base import Place
 
@@ -25,7 +25,7 @@ class Live:
         restarts: how often it started over; `failures`: how often since its transfer failed.
         degraded: the laxer class that it was put into.
         moving: its row was taken out of a batch, to go on on this instance; None once it does.
-        moves: how often that happened.
+        moves: what came of it, in order.
         computed_on: where this attempt was prefilled, once its row has moved: `place` then says what is next.
         holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
     """
@@ -52,7 +52,7 @@ class Live:
     note: str = ""
     degraded: SLOClass | None = None
     moving: int | None = None
-    moves: int = 0
+    moves: list[MoveRecord] = dataclasses.field(default_factory=list)
     computed_on: int | None = None
 
     @classmethod
@@ -178,5 +178,5 @@ class Live:
             preemptions=self.preemptions,
             restarts=self.restarts,
             logprobs=tuple(self.logprobs),
-            moves=self.moves,
+            moves=tuple(self.moves),
         )

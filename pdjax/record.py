@@ -52,6 +52,17 @@ class Predicted:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class MoveRecord:
+    """A decode row that was taken out of its batch at `time_s`, to go on on another instance."""
+
+    request_id: str
+    src: int
+    dst: int
+    time_s: float
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class RequestRecord:
     """A request that reached its terminal state.
 
@@ -65,7 +76,7 @@ class RequestRecord:
         slo: the limits it is judged by; of the class `slo_class`, if it has one ("": none).
         degraded_from: the class that it asked for, if it was put into a laxer one; "": it was not.
         predicted: what its last placement expected of it.
-        moves: how often its row went on on another instance.
+        moves: of its row, which went on on another instance each time.
     """
 
     request_id: str
@@ -84,7 +95,7 @@ class RequestRecord:
     slo_class: str = ""
     degraded_from: str = ""
     predicted: Predicted | None = None
-    moves: int = 0
+    moves: tuple[MoveRecord, ...] = ()
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -139,15 +150,4 @@ class FlipRecord:
     after: Role
     started_s: float
     finished_s: float
-    reason: str
-
-
-@dataclasses.dataclass(frozen=True, slots=True)
-class MoveRecord:
-    """A decode row that was taken out of its batch at `time_s`, to go on on another instance."""
-
-    request_id: str
-    src: int
-    dst: int
-    time_s: float
     reason: str

@@ -174,7 +174,10 @@ def request_line(record: RequestRecord, start_s: float, specs: Sequence[Instance
         },
         "preemptions": record.preemptions,
         "restarts": record.restarts,
-        "moves": record.moves,
+        "moves": [
+            {"src": move.src, "dst": move.dst, "time_s": _since(move.time_s, start_s), "reason": move.reason}
+            for move in record.moves
+        ],
         "ttft_ms": metrics.ttft_ms(record),
         "tpot_ms": metrics.tpot_ms(record),
         "e2e_ms": metrics.e2e_ms(record),

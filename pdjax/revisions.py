@@ -84,7 +84,8 @@ def _move(books: Books, name: str, move: Move) -> None:
         )
     if not books.instances[live.home].spec.moves:
         raise ValueError(f"{name} moves request {live.id}; allowed: where the policy's traits say moves=True")
-    books.revised.append(MoveRecord(live.name, live.home, move.to, books.now, move.reason))
+    live.moves.append(MoveRecord(live.name, live.home, move.to, books.now, move.reason))
+    books.revised.append(live.moves[-1])
     books.move(live, move.to)
 
 

@@ -72,4 +72,4 @@ def test_moves_flips_and_drops_at_any_time_change_no_token(roles, seed, rate, pa
         assert lane.role is changed.get(lane.spec.index, lane.spec.role)
         assert not lane.alive or (lane.next_role is None) == (lane.spec.index not in w.controller.books.flips)
     records = w.collected.records.values()
-    assert sum(record.moves for record in records) == len(w.collected.moves)
+    assert sum(len(record.moves) for record in records) == len(w.collected.moves)
