@@ -119,7 +119,7 @@ class Dynamic:
         """Seconds until the first token; where the row would stay and has no slot yet, one has to end before."""
         rows = predict.spares(view, cluster)
         full = target is view and view.rows + view.incoming >= view.spec.max_rows
-        slot_s = float(rows.left_s.min()) if full and rows.count else 0.0
+        slot_s = float(rows.left_s.min()) if full and rows.size else 0.0
         return slot_s + predict.ttft_s(ask, view, cluster, rows)
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
@@ -138,7 +138,7 @@ class Dynamic:
         if not first.prefilled and not instance.startable(first):
             return Plan(decode=instance.rows > 0)
         rows = predict.spares(instance, cluster)
-        if not rows.count:
+        if not rows.size:
             return Plan(self._take(instance, cluster, instance.spec.max_chunk))
         tokens, decode = self._pass(instance, rows)
         return Plan(self._take(instance, cluster, tokens), decode)

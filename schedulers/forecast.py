@@ -142,7 +142,7 @@ class Pair:
         share, queue_alone_s = queued_s / self._queue_s if self._queue_s else 0.0, queued_s
         tokens = share * source.pending_tokens
         beside = self._beside.after(delay_s)
-        if beside.count or (
+        if beside.size or (
             self.local and tokens
         ):  # prompts that are queued here will be rows beside those behind them
             queued_s, own_s = queued_s + self._slower_s(tokens), own_s + self._slower_s(ask.context_tokens)

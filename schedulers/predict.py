@@ -33,7 +33,7 @@ class Spares(NamedTuple):
     left_s: np.ndarray
 
     @property
-    def count(self) -> int:
+    def size(self) -> int:
         return len(self.seconds)
 
     def after(self, delay_s: float) -> "Spares":
