@@ -7,6 +7,7 @@ import math
 import numpy as np
 
 from pdjax.live import Live
+from pdjax.request import State
 from pdjax.schedulers.base import RowTable
 
 
@@ -15,7 +16,8 @@ class Slots:
 
     def __init__(self, count: int) -> None:
         self._lives: list[Live | None] = [None] * count
-        self._silent: set[int] = set()  # slots of rows whose first token is not on the host
+        self._silent: set[int] = set()  # slots of rows whose first token, of this stay, is not on the host
+        self._shown = np.zeros(count, bool)  # the others
         self._taken = np.zeros(count, bool)
         self._here = np.zeros(count, bool)
         self._issued = np.zeros(count, np.int64)  # less the steps of the lane, for those in the batch
@@ -31,7 +33,8 @@ class Slots:
         self._issued[slot], self._most[slot] = issued, live.request.sampling.max_tokens
         self._open_ended[slot] = live.open_ended
         self._first_s[slot] = live.timeline.token_s[0] if live.timeline.token_s else math.inf
-        if live.timeline.token_s:
+        self._shown[slot] = _shown(live)
+        if self._shown[slot]:
             self._silent.discard(slot)
         else:
             self._silent.add(slot)
@@ -48,19 +51,24 @@ class Slots:
         """Of all rows, when the lane has issued so many steps."""
         for slot in list(self._silent):
             live = self._lives[slot]
-            if live is not None and live.timeline.token_s:
-                self._first_s[slot] = live.timeline.token_s[0]
+            if live is not None and _shown(live):
+                self._first_s[slot], self._shown[slot] = live.timeline.token_s[0], True
                 self._silent.discard(slot)
         at = self._taken.nonzero()[0]
-        here, first_s = self._here[at], self._first_s[at]
+        here = self._here[at]
         return RowTable(
             asks=[live for live in self._lives if live is not None],
-            here=here & (first_s < math.inf),
+            here=here & self._shown[at],
             issued=self._issued[at] + steps * here,
             most=self._most[at],
             open_ended=self._open_ended[at],
-            first_s=first_s,
+            first_s=self._first_s[at],
             tpot_s=self._tpot_s[at],
             pass_s=self._pass_s[at],
             end_s=self._end_s[at],
         )
+
+
+def _shown(live: Live) -> bool:
+    """Whether its first token is on the host; one that started over has older ones, which say nothing."""
+    return bool(live.timeline.token_s) and live.state is not State.PREFILLING
