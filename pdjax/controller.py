@@ -314,7 +314,7 @@ class Controller:
             self._stalled_s = None
         elif self._stalled_s is None:
             self._stalled_s = self.books.now
-        elif self.books.now - self._stalled_s >= STALL_S:
+        elif self.books.now >= self._stalled_s + STALL_S:  # as in `next_deadline`, to the last bit
             why = f"{type(self._scheduler).__name__} let it wait for {STALL_S} s while nothing was under way"
             for live in list(self.books.live.values()):
                 live.note = f"{why}: {self.books.wait}" if self.books.wait else why

@@ -343,6 +343,11 @@ def test_a_policy_that_lets_requests_wait_for_ever_is_given_up():
     assert record.state is State.FAILED and "Never let it wait" in record.reason
     assert w.cluster.now() == STALL_S
 
+    late = next(at_s for at_s in range(1, 1000) if (at_s / 7 + STALL_S) - at_s / 7 < STALL_S) / 7  # by rounding
+    w = World([spec(0, Role.MIXED)], Never())
+    w.add(ask(0, at_s=late))
+    assert not all(w.step() for _ in range(9))
+
 
 def test_the_marks_of_a_request_are_those_of_a_hand_made_clock():
     """An iteration takes 1 s, a transfer 0.25 s + 1 s per 1000 bytes (one token)."""
