@@ -55,11 +55,12 @@ class Admission:
         self.inner = inner
         self.traits = dataclasses.replace(traits_of(inner), steady=False)  # time alone breaks promises
         self.rows_ride = getattr(inner, "rows_ride", True)
+        self.decode_prefills = getattr(inner, "decode_prefills", self.traits.decode_prefills)
         self._waits: dict[int, tuple[float, str]] = {}  # request -> until when its answer stands, and its reason
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait | Reject:
         until_s, reason = self._waits.get(ask.id, (cluster.now, ""))
-        if cluster.now < until_s:
+        if cluster.now < until_s and any(map(_working, cluster.instances)):  # otherwise nobody might ask again
             return self._wait(ask, cluster, reason)
         self._waits.pop(ask.id, None)
         wanted = self.inner.place(ask, cluster)
@@ -120,7 +121,7 @@ class Admission:
             chosen += [(idle, idle), (target, target)]
         else:
             chosen.append((idle, target))
-            if self.traits.decode_prefills:
+            if self.decode_prefills:
                 local = min(targets, key=_queued)
                 chosen += [(local, local), (target, target)]
             if self.traits.prefill_decodes:
@@ -148,6 +149,7 @@ class DropLate:
         self.inner = inner
         self.traits = dataclasses.replace(traits_of(inner), steady=False)
         self.rows_ride = getattr(inner, "rows_ride", True)
+        self.decode_prefills = getattr(inner, "decode_prefills", self.traits.decode_prefills)
 
     def place(self, ask: Ask, cluster: ClusterView) -> Place | Wait | Reject:
         return self.inner.place(ask, cluster)
@@ -228,7 +230,7 @@ def _placed(wanted: Place, pair: Pair, forecasts: list[Forecast], best: int, ask
         if pair.local:
             place = Place(chosen.source, chosen.target, "whole", reason)
         else:
-            decode = None if wanted.mode == "whole" else chosen.target
+            decode = None if wanted.decode is None else chosen.target
             place = Place(chosen.source, decode, wanted.mode, reason)
     gaps = ask.max_new_tokens > 1
     return dataclasses.replace(
@@ -246,3 +248,8 @@ def _why(forecasts: list[Forecast], slo: SLO) -> str:
 
 def _queued(view: InstanceView) -> tuple[int, int, int]:
     return view.pending_tokens, view.rows, view.spec.index
+
+
+def _working(view: InstanceView) -> bool:
+    """Whether something is there that will end."""
+    return bool(view.rows or view.prefills or view.incoming or view.busy_s)

@@ -20,7 +20,19 @@ from pdjax.latency import Load, chunk_sizes
 from pdjax.messages import Role
 from pdjax.record import Predicted
 from pdjax.schedulers import predict
-from pdjax.schedulers.base import Ask, ClusterView, InstanceView, Place, Plan, Revision, Traits, Wait, able, decoders
+from pdjax.schedulers.base import (
+    Ask,
+    ClusterView,
+    InstanceView,
+    Place,
+    Plan,
+    Revision,
+    Traits,
+    Wait,
+    able,
+    decoders,
+    prefillers,
+)
 from pdjax.schedulers.disaggregated import least_loaded
 from pdjax.schedulers.flows import flow
 from pdjax.schedulers.sliders import Roles
@@ -55,7 +67,8 @@ class Dynamic:
 
     Args:
         stream_from: prompts of at least so many tokens are streamed where they move; None: all are pulled.
-        decode_chunk: most prompt tokens in a pass of a D-heavy instance; None: what it takes, 0: none.
+        decode_chunk: most prompt tokens in a pass of a D-heavy instance; None: what it takes, 0: none while another
+            instance is left to prefill.
         mixed: instances are neither P-heavy nor D-heavy.
     """
 
@@ -65,6 +78,7 @@ class Dynamic:
         if decode_chunk is not None and decode_chunk < 0:
             raise ValueError(f"decode_chunk is {decode_chunk}; allowed: tokens >= 0, or None")
         self.traits = Traits(colocated=mixed, moves=not mixed)
+        self.decode_prefills = decode_chunk != 0  # of roles; those that flip need the programs for all
         self._stream_from = stream_from
         self._decode_chunk = decode_chunk
         self._roles = Roles()
@@ -99,7 +113,7 @@ class Dynamic:
         # A slot is left to each for a prompt of its own.
         free = [view for view in targets if view.rows + view.incoming + 1 < view.spec.max_rows]
         roomy = least_loaded(free) if free else None
-        sources = [view for view in able(cluster.instances, *Role) if self._most(view)]
+        sources = [view for view in able(cluster.instances, *Role) if self._most(view)] or prefillers(cluster.instances)
         bounds = [view.busy_s + predict.work_s(ask, view, cluster.traffic) for view in sources]
         best_s = math.inf
         choices: list[Choice] = []
@@ -176,7 +190,7 @@ class Dynamic:
             return limit_s - needed_s < waited_s < PATIENCE * limit_s
 
         chunks: list[tuple[Ask, int]] = []
-        left = min(budget, self._most(instance))
+        left = min(budget, self._most(instance) or instance.spec.max_chunk)  # prompts are here, so nobody else was left
         queue = instance.prefills[:LOOKED]
         for ask in sorted(queue, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id)):
             if left <= 0 or len(chunks) == instance.spec.max_chunks:

@@ -9,7 +9,7 @@ import pytest
 from pdjax.messages import Role
 from pdjax.record import Predicted
 from pdjax.request import SLO, SLOClass
-from pdjax.schedulers import Colocated, Disaggregated, Place, Reject, Wait
+from pdjax.schedulers import Colocated, Disaggregated, Dynamic, Place, Reject, Splitwise, Wait
 from pdjax.schedulers.admission import PATIENCE_S, Admission, DropLate, guarded
 from pdjax.schedulers.base import Drop, Row, traits_of
 from pdjax.testing import spec
@@ -95,10 +95,29 @@ def test_where_a_row_would_miss_its_limit_the_request_goes_elsewhere():
     assert "elsewhere on 1" in place.reason and "(not: on 0" in place.reason
 
 
+def test_where_the_policy_names_who_decodes_so_does_elsewhere():
+    class Named(Splitwise):
+        def place(self, ask, cluster):
+            return Place(0, 2, "whole", "named")
+
+    busy, idle, decode = views(Role.PREFILL, Role.PREFILL, Role.DECODE)
+    busy.prefills = [Ask(9, 16)]  # 26 ms, and 20 of its own
+    place = answer(Cluster([busy, idle, decode], traffic=traffic()), Named(), slo=SLO(ttft_ms=30))
+    assert isinstance(place, Place) and "elsewhere" in place.reason
+    assert (place.prefill, place.decode) == (1, 2)
+
+
 def test_only_pairs_that_the_policy_is_built_for_are_looked_at():
     cluster = apart(queued=2)
     reject = answer(cluster, slo=SLO(ttft_ms=30))  # the decode instance is idle, but takes no prompts
     assert isinstance(reject, Reject) and "on 1" not in reject.reason
+
+
+def test_where_instances_that_decode_prefill_nothing_they_are_not_looked_at():
+    cluster = apart(queued=2)  # 52 ms, and 20 of its own
+    reject = answer(cluster, DropLate(Dynamic(decode_chunk=0)), slo=SLO(ttft_ms=30))
+    assert isinstance(reject, Reject) and "on 1" not in reject.reason
+    assert isinstance(answer(cluster, DropLate(Dynamic()), slo=SLO(ttft_ms=30)), Place)
 
 
 # --- queue ----------------------------------------------------------------------------------------------------------
@@ -135,10 +154,17 @@ def test_who_waits_steps_aside_until_its_patience_ends():
 def test_an_answer_stands_for_half_of_the_wait():
     cluster, policy, waiting = Cluster([crowded(row(tpot_ms=13))], traffic=traffic()), Admission(Colocated()), Ask()
     assert isinstance(policy.place(waiting, cluster), Wait)
-    cluster.instances = [View(spec(0, Role.MIXED))]
+    cluster.instances = [crowded(row())]
     cluster.now = 0.041
     assert isinstance(policy.place(waiting, cluster), Wait)
     cluster.now = 0.043
+    assert isinstance(policy.place(waiting, cluster), Place)
+
+
+def test_an_answer_stands_no_longer_when_nothing_is_left_that_could_end():
+    cluster, policy, waiting = Cluster([crowded(row(tpot_ms=13))], traffic=traffic()), Admission(Colocated()), Ask()
+    assert isinstance(policy.place(waiting, cluster), Wait)
+    cluster.instances = [View(spec(0, Role.MIXED))]  # no event would follow: it would wait until it is given up
     assert isinstance(policy.place(waiting, cluster), Place)
 
 

@@ -93,6 +93,13 @@ def test_without_chunks_on_decode_instances_it_is_disaggregated():
     assert (place.prefill, place.decode) == (0, None)
 
 
+def test_without_chunks_on_decode_instances_they_prefill_when_nobody_else_is_left():
+    w = World([spec(0, Role.PREFILL), spec(1, Role.DECODE)], Dynamic(decode_chunk=0))
+    w.add(request(0, prompt=20, tokens=5, at_s=1.0))
+    w.cluster.lose(0, "gone", 0.5)
+    assert w.run().records[0].prefill_instance == 1
+
+
 def test_with_mixed_instances_it_is_colocated():
     assert Dynamic(mixed=True).traits == Traits(colocated=True)
     w = World([spec(0, Role.MIXED), spec(1, Role.MIXED)], Dynamic(mixed=True))
