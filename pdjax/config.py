@@ -214,6 +214,11 @@ def _check_classes(classes: Any) -> None:
             raise ValueError(f"slo_classes has the name {kind.name!r}; allowed: texts, not empty, each of one class")
         if not isinstance(kind.slo, SLO):
             raise ValueError(f"slo_classes: slo of {kind.name!r} is {kind.slo!r}; allowed: a pdjax.SLO")
+        if not isinstance(kind.degrade_to, str):
+            raise ValueError(
+                f"slo_classes: degrade_to of {kind.name!r} is {kind.degrade_to!r}; allowed: the name of another class, "
+                "or an empty text"
+            )
     next_of = {kind.name: kind.degrade_to for kind in classes}
     for kind in classes:
         seen, name = [kind.name], kind.degrade_to

@@ -98,6 +98,8 @@ def kind(name, degrade_to="", **limits):
         ((kind("a"), kind("a")), "slo_classes has the name 'a'; allowed: texts, not empty, each of one class"),
         ((kind(""),), "slo_classes has the name ''"),
         ((SLOClass("a", 500),), "slo_classes: slo of 'a' is 500; allowed: a pdjax.SLO"),
+        ((SLOClass("a", SLO(), None),), "slo_classes: degrade_to of 'a' is None; allowed: the name of another class"),
+        ((SLOClass("a", SLO(), ["b"]),), "slo_classes: degrade_to of 'a' is ['b']"),
         ((kind("a", "b"),), "degrade_to leads from 'a' to 'b'; allowed: names of other classes, and no way back"),
         ((kind("a", "a"),), "degrade_to leads from 'a' to 'a'"),
         ((kind("a", "b"), kind("b", "c"), kind("c", "b")), "degrade_to leads from 'a' to 'b'"),
