@@ -28,7 +28,9 @@ KV_DTYPE = absl_flags.DEFINE_enum("kv_dtype", "float16", list(BYTES), "Of the KV
 LAYERS = absl_flags.DEFINE_integer("layers", None, "In place of the model's.", lower_bound=1)
 KV_HEADS = absl_flags.DEFINE_integer("kv_heads", None, "In place of the model's.", lower_bound=1)
 HEAD_DIM = absl_flags.DEFINE_integer("head_dim", None, "In place of the model's.", lower_bound=1)
-PREFILL_MS = absl_flags.DEFINE_float("prefill_ms", None, "Of the prompt; unset: from its operations.", lower_bound=1e-3)
+PREFILL_MS = absl_flags.DEFINE_float(
+    "prefill_ms", None, "Of the prompt; unset: from its operations.", lower_bound=1e-3, upper_bound=1e9
+)
 ACCELERATOR = absl_flags.DEFINE_enum("accelerator", "a100", list(ACCELERATORS), "That computes the prompt.")
 CHIPS = absl_flags.DEFINE_integer("chips", 1, "Accelerators of a prefill instance.", lower_bound=1)
 MFU = absl_flags.DEFINE_float("mfu", 0.5, "Part of their peak that a prefill reaches.", lower_bound=0.01, upper_bound=1)
@@ -37,7 +39,11 @@ EFFICIENCY = absl_flags.DEFINE_float(
     "efficiency", 0.9, "Part of a link's line rate that KV gets.", lower_bound=0.01, upper_bound=1
 )
 KV_RATE = absl_flags.DEFINE_float(
-    "kv_rate", None, f"Prompts/s on a link; unset: of one prefill instance, busy {BUSY:.0%}.", lower_bound=0
+    "kv_rate",
+    None,
+    f"Prompts/s on a link; unset: of one prefill instance, busy {BUSY:.0%}.",
+    lower_bound=0,
+    upper_bound=1e9,
 )
 SHARE = absl_flags.DEFINE_float("share", 0.1, "Of the prefill's time; what of the transfer may be seen.", lower_bound=0)
 absl_flags.set_default(flags.MODEL, "llama2-7b")

@@ -4,6 +4,7 @@ Exit status: 0 after `main`; 2 for a bad flag or a ValueError and 130 for Ctrl-C
 traceback otherwise.
 """
 
+import math
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -60,6 +61,9 @@ def _parse(argv: Sequence[str]) -> list[str]:
         left = flags.FLAGS(argv)
     except flags.Error as error:
         _stop(error)
+    for name, value in flags.FLAGS.flag_values_dict().items():
+        if isinstance(value, float) and math.isnan(value):  # within all bounds, as absl compares
+            _stop(f"flag --{name}=nan: allowed: a number")
     if left[1:]:
         _stop(f"argument {left[1]!r} is not a flag; flags look like --name=value")
     return left

@@ -16,9 +16,15 @@ from pdjax import pd_ratio, profile, provenance, report
 from pdjax.experiments import analytic_plots, flags, launcher
 from pdjax.pd_ratio import Point, Side
 
-PREFILL_MS = absl_flags.DEFINE_float("prefill_ms", 100.0, "Of a pass over the prompts.", lower_bound=1e-3)
-DECODE_MS = absl_flags.DEFINE_float("decode_ms", 25.0, "Of a decode step of one row.", lower_bound=1e-3)
-ROW_MS = absl_flags.DEFINE_float("row_ms", 0.0, "That each further row adds to a step.", lower_bound=0.0)
+PREFILL_MS = absl_flags.DEFINE_float(
+    "prefill_ms", 100.0, "Of a pass over the prompts.", lower_bound=1e-3, upper_bound=1e9
+)
+DECODE_MS = absl_flags.DEFINE_float(
+    "decode_ms", 25.0, "Of a decode step of one row.", lower_bound=1e-3, upper_bound=1e9
+)
+ROW_MS = absl_flags.DEFINE_float(
+    "row_ms", 0.0, "That each further row adds to a step.", lower_bound=0.0, upper_bound=1e9
+)
 PROMPTS = absl_flags.DEFINE_integer("prompts", 1, "Of one prefill pass, B_p.", lower_bound=1)
 PROMPT_TOKENS = absl_flags.DEFINE_integer("prompt_tokens", 512, "Of a prompt; for a profile.", lower_bound=1)
 OUTPUT_TOKENS = absl_flags.DEFINE_integer("output_tokens", 501, "Of an answer, L.", lower_bound=2)

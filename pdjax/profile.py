@@ -174,7 +174,7 @@ def load(path: str) -> Profile:
     """
     try:
         stamp = Path(path).stat().st_mtime_ns
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: a path with a null byte
         raise ValueError(f"profile is {path!r}, which cannot be read: {error}") from None
     return _load(path, stamp)
 
@@ -219,8 +219,9 @@ def models_for(
 def stream_from(path: str, transport: str) -> int | None:
     """From how many prompt tokens on streaming pays, from a file. ValueError as of `load`, and if the transport was not
     measured."""
+    known = load(path)
     try:
-        moved = load(path).moved(transport)
+        moved = known.moved(transport)
     except ValueError as error:
         raise ValueError(f"profile is {path!r}, which {error}") from None
     return 1 if moved is None else moved.stream_from

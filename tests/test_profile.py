@@ -115,8 +115,11 @@ def test_a_file_that_is_no_profile_is_refused(tmp_path, text, message):
 
 
 def test_a_missing_file_is_refused():
-    with pytest.raises(ValueError, match="profile is '/nowhere', which cannot be read"):
-        profile.load("/nowhere")
+    for ask in (profile.load, lambda path: profile.stream_from(path, "device_put")):
+        with pytest.raises(ValueError, match=r"^profile is '/nowhere', which cannot be read: [^']*'/nowhere'$"):
+            ask("/nowhere")
+    with pytest.raises(ValueError, match="which cannot be read: embedded null byte"):
+        profile.load("\0")
 
 
 def test_a_field_of_the_wrong_type_is_named(path, tmp_path):

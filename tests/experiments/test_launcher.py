@@ -10,6 +10,7 @@ from absl import flags
 from pdjax.experiments import launcher
 
 COUNT = flags.DEFINE_integer("count", 1, "A number.", lower_bound=0)
+SHARE = flags.DEFINE_float("share", 1, "A part.", lower_bound=0, upper_bound=1)
 
 def main(argv):
     if COUNT.value == 2:
@@ -37,6 +38,7 @@ def test_main_sees_the_flags():
         ("--count=2", "error: count is 2; allowed: others"),
         ("--count=x", "error: flag --count=x: "),
         ("--count=-1", "error: flag --count=-1: "),
+        ("--share=nan", "error: flag --share=nan: allowed: a number"),
         ("--color=1", "error: Unknown command line flag 'color'"),
         ("count", "error: argument 'count' is not a flag"),
     ],
