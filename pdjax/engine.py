@@ -6,7 +6,6 @@
 One thread runs the controller: it takes the next event of the cluster, and submits the commands that follow from it.
 """
 
-import dataclasses
 import itertools
 import threading
 import time
@@ -26,7 +25,7 @@ from pdjax.home import Here, Home
 from pdjax.latency import LatencyModel, Probe, fitted
 from pdjax.messages import Abort, Arrival, Command, Event, InstanceSpec, Tick
 from pdjax.models.source import resolve
-from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode, limits_of
+from pdjax.prompts import Prompt, check_length, check_options, check_stops, encode, limits_of, request_of
 from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
 from pdjax.replay import Recorder, replay
 from pdjax.report import Report
@@ -253,31 +252,15 @@ class Engine:
         with self._warming:  # which makes a new controller: nothing is asked meanwhile
             self._check_open()
             self._asked = True
-        sampling = sampling or SamplingParams()
-        number = next(self._ids)
-        if sampling.seed is None:
-            sampling = _seeded(sampling, self.config.seed, number)
-        eos = () if sampling.ignore_eos else self._source.config.eos_ids
-        limits, slo_class, laxer = limits_of(slo, self.config.slo_classes)
-        now = self._cluster.now()
-        request = Request(
-            id=number,
-            prompt_ids=ids,
-            sampling=sampling,
-            stop_ids=frozenset(sampling.stop_token_ids).union(eos),
-            slo=limits,
-            slo_class=slo_class,
-            laxer=laxer,
-            arrival_s=now,
-            user_id=user_id,
-            deadline_s=None if deadline_s is None else now + deadline_s,
+        request = request_of(
+            next(self._ids), ids, sampling, slo, user_id, deadline_s, self._cluster.now(), self._source, self.config
         )
         handle = Handle(request, self._source.tokenizer_or_none, self._abort)
-        self._handles[number] = handle
+        self._handles[request.id] = handle
         self._cluster.post(Arrival(request))
         if self._fault is not None:  # it broke meanwhile: nobody will answer
             handle.fail(self._fault)
-            self._handles.pop(number, None)
+            self._handles.pop(request.id, None)
         return handle
 
     def generate(
@@ -443,7 +426,3 @@ class Engine:
     def revised(self, record: FlipRecord | MoveRecord) -> None:
         if self._recorder is not None:
             self._recorder.revisions.append(record)
-
-
-def _seeded(sampling: SamplingParams, engine_seed: int, number: int) -> SamplingParams:
-    return dataclasses.replace(sampling, seed=(engine_seed * 1_000_003 + number) % 2**31)

@@ -1,13 +1,16 @@
-"""The front door's checks: a prompt in any of its forms enters, token ids leave, or a ValueError that says why not."""
+"""The front door: a prompt in any of its forms and a user's options enter, a `Request` leaves, or a ValueError that
+says why not. Called by the engine, and by launchers that check before there is one.
+"""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
 from pdjax.checks import is_number
-from pdjax.config import MAX_TIMEOUT_S, class_chain
+from pdjax.config import MAX_TIMEOUT_S, EngineConfig, class_chain
 from pdjax.models import chat
 from pdjax.models.source import Source
-from pdjax.request import SLO, SamplingParams, SLOClass
+from pdjax.request import SLO, Request, SamplingParams, SLOClass
 
 Prompt = str | Sequence[dict[str, Any]] | Sequence[int]
 
@@ -97,3 +100,35 @@ def check_options(user_id: Any, deadline_s: Any) -> None:
         raise ValueError(f"user_id is {user_id!r}; allowed: a text, or None")
     if deadline_s is not None and not (is_number(deadline_s) and 0 < deadline_s <= MAX_TIMEOUT_S):
         raise ValueError(f"deadline_s is {deadline_s!r}; allowed: seconds > 0, at most {MAX_TIMEOUT_S:.0f}, or None")
+
+
+def request_of(
+    number: int,
+    ids: tuple[int, ...],
+    sampling: SamplingParams | None,
+    slo: SLO | str | None,
+    user_id: str | None,
+    deadline_s: float | None,
+    now: float,
+    source: Source,
+    config: EngineConfig,
+) -> Request:
+    """The request that a user's options mean, all of which have been checked. It arrives now; one without a seed gets
+    one from its number and the engine's seed."""
+    sampling = sampling or SamplingParams()
+    if sampling.seed is None:
+        sampling = dataclasses.replace(sampling, seed=(config.seed * 1_000_003 + number) % 2**31)
+    eos = () if sampling.ignore_eos else source.config.eos_ids
+    limits, slo_class, laxer = limits_of(slo, config.slo_classes)
+    return Request(
+        id=number,
+        prompt_ids=ids,
+        sampling=sampling,
+        stop_ids=frozenset(sampling.stop_token_ids).union(eos),
+        slo=limits,
+        slo_class=slo_class,
+        laxer=laxer,
+        arrival_s=now,
+        user_id=user_id,
+        deadline_s=None if deadline_s is None else now + deadline_s,
+    )
