@@ -1,10 +1,15 @@
 """Arrivals, aborts, failed transfers, lost instances and revisions in any order: all end once, tokens right."""
 
+import dataclasses
+import random
+
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from pdjax.messages import Abort, Role, StartTransfer, TransferFailed
-from pdjax.request import State
+from pdjax.request import SLO, SLOClass, State
+from pdjax.schedulers import ChunkedColocated, Disaggregated, Dynamic, Splitwise
+from pdjax.schedulers.admission import guarded
 from pdjax.testing import World, fake_tokens, spec
 from tests.revisers import Restless
 from tests.worlds import POLICIES, crowd, policy, specs
@@ -73,3 +78,50 @@ def test_moves_flips_and_drops_at_any_time_change_no_token(roles, seed, rate, pa
         assert not lane.alive or (lane.next_role is None) == (lane.spec.index not in w.controller.books.flips)
     records = w.collected.records.values()
     assert sum(len(record.moves) for record in records) == len(w.collected.moves)
+
+
+APART, MIXED = [Role.PREFILL, Role.DECODE, Role.DECODE, Role.DECODE], [Role.MIXED]
+GUARDED = {
+    "chunked": (ChunkedColocated, MIXED),
+    "disaggregated": (lambda: Disaggregated(8), APART),
+    "splitwise": (lambda: Splitwise(8, queue_tokens=1), APART),
+    "dynamic": (lambda: Dynamic(8), APART),
+    "dynamic, disaggregated": (lambda: Dynamic(8, decode_chunk=0), APART),
+    "dynamic, colocated": (lambda: Dynamic(mixed=True), MIXED),
+}
+
+
+def limits(draw):
+    """Some limits, from those that nobody can keep to those that everybody does."""
+    base_ms = {"ttft_ms": 40, "tpot_ms": 6, "itl_p99_ms": 10, "e2e_ms": 150}
+    return SLO(**{name: draw.choice([None, None, ms * 10 ** draw.uniform(-1, 2)]) for name, ms in base_ms.items()})
+
+
+@settings(max_examples=40, deadline=None, derandomize=True)
+@given(
+    name=st.sampled_from(sorted(GUARDED)),
+    seed=st.integers(0, 10_000),
+    rows=st.sampled_from([1, 2, 8]),
+    pages=st.sampled_from([25, 65]),
+    admission=st.sampled_from([True, True, False]),
+    drop_late=st.booleans(),
+    hurry=st.sampled_from([0, 0.2, 1]),
+    failures=st.sets(st.integers(1, 30), max_size=2),
+)
+def test_with_limits_every_request_ends_as_well_or_is_rejected(
+    name, seed, rows, pages, admission, drop_late, hurry, failures
+):
+    make, roles = GUARDED[name]
+    draw = random.Random(seed)
+    requests = [
+        dataclasses.replace(
+            request,
+            arrival_s=request.arrival_s * hurry,
+            slo=limits(draw),
+            laxer=(SLOClass("laxer", limits(draw)),) * draw.randint(0, 1),
+        )
+        for request in crowd(seed, count=20)
+    ]
+    instances = [spec(index, role, num_pages=pages, max_rows=rows) for index, role in enumerate(roles)]
+    w = World(instances, guarded(make(), admission=admission, drop_late=drop_late))
+    check(w, requests, {}, failures, {}, {State.REJECTED})
