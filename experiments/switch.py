@@ -12,6 +12,7 @@ prediction of the rate does not know: give a lower --rate then.
 """
 
 import importlib.util
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -54,6 +55,8 @@ def main(argv: list[str]) -> None:
     del argv
     kind, seed, console = flags.WORKLOAD.value, flags.SEED.value, Console()
     workload.mean_lengths(kind)  # or there are no limits
+    if flags.RATE.value is not None and not 0 < flags.RATE.value < math.inf:
+        raise ValueError(f"rate is {flags.RATE.value}; allowed: a finite number of requests per second > 0")
     configs = moving.systems(flags.build_config(scheduler="colocated"))
     first = configs["colocated"]
     if SIMULATE.value:

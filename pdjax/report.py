@@ -22,6 +22,7 @@ from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord,
 from pdjax.request import SLO
 
 log = logging.getLogger("pdjax")
+_INSTANT_S = 1e-9  # of a run in virtual time whose requests were all rejected when they came
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -85,7 +86,7 @@ class Report:
         numbers = metrics.summarize(
             self.records,
             devices=sum(spec.devices for spec in self.specs),
-            duration_s=self.duration_s,
+            duration_s=self.duration_s or _INSTANT_S,
             slo=slo,
             targets=targets,
             attainment=attainment,

@@ -142,9 +142,7 @@ class Pair:
         share, queue_alone_s = queued_s / self._queue_s if self._queue_s else 0.0, queued_s
         tokens = share * source.pending_tokens
         beside = self._beside.after(delay_s)
-        if beside.size or (
-            self.local and tokens
-        ):  # prompts that are queued here will be rows beside those behind them
+        if beside.size or (self.local and tokens):  # prompts that are queued here will be rows beside those behind them
             queued_s, own_s = queued_s + self._slower_s(tokens), own_s + self._slower_s(ask.context_tokens)
         first_s = max(delay_s, self._busy_s + self._queue_s - queue_alone_s) + queued_s + own_s
         join_s = first_s + self._transfer_s

@@ -168,3 +168,7 @@ def test_moves_and_flips_are_counted_told_and_marked_in_the_trace():
 def test_revisions_before_the_first_measured_request_do_not_count():
     rest = RUN.without(2)
     assert rest.flips == [] and len(rest.moves) == 1
+
+
+def test_a_run_of_no_duration_has_a_summary():
+    assert Report([], [], [], 0.0, ()).summary()["throughput_rps"] == 0
