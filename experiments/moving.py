@@ -9,9 +9,10 @@ from typing import Any
 
 from rich.table import Table
 
-from pdjax import goodput, metrics, phases, workload
+from pdjax import goodput, metrics, phases
 from pdjax.config import EngineConfig
 from pdjax.experiments import measured, predictions
+from pdjax.experiments.predictions import requests
 from pdjax.experiments.virtual import Virtual
 from pdjax.goodput import Trial
 from pdjax.models import source
@@ -50,19 +51,6 @@ def sustained(virtuals: Mapping[str, Virtual], kind: str, slo: SLO, seed: int) -
         return goodput.crossing(goodput.search(run, 1.0, max_runs=8)).rate
 
     return goodput.rounded(max(find(virtual) for virtual in virtuals.values()))
-
-
-def requests(virtual: Virtual, kind: str, rate: float, seed: int, slo: SLO) -> Workload:
-    """All of them."""
-    return workload.parse(
-        kind,
-        num_requests=None,
-        vocab_size=virtual.model.vocab_size,
-        max_model_len=virtual.max_model_len,
-        rate=rate,
-        seed=seed,
-        slo=slo,
-    )
 
 
 def over_time(records: Sequence[RequestRecord]) -> list[tuple[float, float]]:

@@ -72,21 +72,22 @@ def profiled(config: EngineConfig, model: ModelConfig) -> Virtual:
     return Virtual(config, model, lambda spec: known.latency(spec, "" if spec.role is Role.MIXED else config.transfer))
 
 
+def requests(virtual: Virtual, kind: str, rate: float, seed: int, slo: SLO, count: int | None = None) -> Workload:
+    """A workload of a kind for these instances; without a count, all that it has."""
+    return workload.parse(
+        kind,
+        num_requests=count,
+        vocab_size=virtual.model.vocab_size,
+        max_model_len=virtual.max_model_len,
+        rate=rate,
+        seed=seed,
+        slo=slo,
+    )
+
+
 def make_of(virtual: Virtual, kind: str) -> Make:
     """Makes the workloads of a kind for these instances."""
-
-    def make(rate: float, seed: int, count: int, slo: SLO) -> Workload:
-        return workload.parse(
-            kind,
-            num_requests=count,
-            vocab_size=virtual.model.vocab_size,
-            max_model_len=virtual.max_model_len,
-            rate=rate,
-            seed=seed,
-            slo=slo,
-        )
-
-    return make
+    return lambda rate, seed, count, slo: requests(virtual, kind, rate, seed, slo, count)
 
 
 def limits(virtual: Virtual, kind: str) -> tuple[dict[str, SLO], dict[str, float]]:

@@ -326,14 +326,14 @@ class Scheduler(Protocol):
         ...
 
 
-def take_chunks(instance: InstanceView, budget: int) -> tuple[tuple[Ask, int], ...]:
-    """Prompt tokens in queue order until the budget is filled exactly.
+def take_chunks(instance: InstanceView, budget: int, queue: Iterable[Ask] | None = None) -> tuple[tuple[Ask, int], ...]:
+    """Prompt tokens in the order of `queue` (None: of the instance's) until the budget is filled exactly.
 
     A prompt that cannot get its pages now ends the list: those behind it must not overtake it for ever.
     """
     chunks: list[tuple[Ask, int]] = []
     left = min(budget, instance.spec.max_chunk)
-    for ask in instance.prefills:
+    for ask in instance.prefills if queue is None else queue:
         if left <= 0 or len(chunks) == instance.spec.max_chunks:
             break
         if ask.prefilled == 0 and not instance.startable(ask):

@@ -32,6 +32,7 @@ from pdjax.schedulers.base import (
     able,
     decoders,
     prefillers,
+    take_chunks,
 )
 from pdjax.schedulers.disaggregated import least_loaded
 from pdjax.schedulers.flows import flow
@@ -189,18 +190,10 @@ class Dynamic:
             needed_s = predict.prefill_s(instance.latency, instance.spec, left)
             return limit_s - needed_s < waited_s < PATIENCE * limit_s
 
-        chunks: list[tuple[Ask, int]] = []
-        left = min(budget, self._most(instance) or instance.spec.max_chunk)  # prompts are here, so nobody else was left
+        budget = min(budget, self._most(instance) or budget)  # prompts are here: if it takes none, nobody else was left
         queue = instance.prefills[:LOOKED]
-        for ask in sorted(queue, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id)):
-            if left <= 0 or len(chunks) == instance.spec.max_chunks:
-                break
-            if ask.prefilled == 0 and not instance.startable(ask):
-                break
-            take = min(left, ask.context_tokens - ask.prefilled)
-            chunks.append((ask, take))
-            left -= take
-        return tuple(chunks)
+        order = sorted(queue, key=lambda ask: (late(ask), ask.prefilled == 0, ask.arrival_s, ask.id))
+        return take_chunks(instance, budget, order)
 
     # --- what was decided before ------------------------------------------------------------------------------------
 

@@ -74,8 +74,9 @@ def spares(view: InstanceView, cluster: ClusterView) -> Spares:
     if not len(rows.asks):
         return NO_ROWS
     ready_s = cluster.now + view.busy_s
-    left_s = (answers_tokens(rows, cluster.traffic) - rows.issued) * view.latency.iteration_s(view.spec, view.full_load)
-    gaps = answers_tokens(rows, cluster.traffic) - 1
+    tokens = answers_tokens(rows, cluster.traffic)
+    left_s = (tokens - rows.issued) * view.latency.iteration_s(view.spec, view.full_load)
+    gaps = tokens - 1
     with np.errstate(invalid="ignore"):  # no limit, and no gap
         allowed_s = np.where(gaps > 0, rows.tpot_s * gaps, math.inf)
     end_s = np.minimum(np.minimum(rows.first_s, ready_s) + allowed_s, rows.end_s)
