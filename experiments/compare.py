@@ -46,7 +46,7 @@ SIMULATED = Effort(seeds=3, window_s=600, least=100, most=300, max_runs=12, tole
 # What is to say where to measure.
 PREDICTED = Effort(seeds=1, window_s=400, least=50, most=120, max_runs=8, tolerance=0.1)
 # A search begins at the predicted goodput: most find it between two neighbouring rates.
-MEASURED = Effort(seeds=2, window_s=60, least=20, most=60, max_runs=3, factor=1.25, tolerance=0.3)
+MEASURED = Effort(seeds=3, window_s=75, least=30, most=50, max_runs=3, factor=1.25, tolerance=0.3)
 QUICK = Effort(seeds=1, window_s=22, least=12, most=24, max_runs=2, factor=1.35, tolerance=0.4, budget_s=130)
 
 SIMULATE = absl_flags.DEFINE_bool("simulate", False, "In virtual time, by the latency model; without engines.")
