@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from typing import Literal
 
 from pdjax.lane import Lane
-from pdjax.latency import LatencyModel
+from pdjax.latency import Latency
 from pdjax.live import Live
 from pdjax.messages import AbortTransfer, Command, InstanceSpec, Role, StartTransfer
 from pdjax.record import FlipRecord, MoveRecord
@@ -41,7 +41,7 @@ class Books:
     def __init__(
         self,
         specs: Sequence[InstanceSpec],
-        latency: Sequence[LatencyModel],
+        latency: Sequence[Latency],
         transfer_timeout_s: float,
         max_steps: int = 1,
     ) -> None:

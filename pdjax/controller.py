@@ -26,7 +26,7 @@ from pdjax.books import Books
 from pdjax.decisions import decide
 from pdjax.flights import Flight
 from pdjax.lane import Lane
-from pdjax.latency import LatencyModel
+from pdjax.latency import Latency
 from pdjax.live import Live
 from pdjax.messages import (
     Abort,
@@ -84,7 +84,7 @@ class Controller:
         self,
         specs: Sequence[InstanceSpec],
         scheduler: Scheduler,
-        latency: Sequence[LatencyModel],
+        latency: Sequence[Latency],
         sink: Sink,
         transfer_timeout_s: float = 60.0,
         max_queue: int = 0,

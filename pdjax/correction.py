@@ -14,7 +14,7 @@ import dataclasses
 import math
 from typing import cast
 
-from pdjax.latency import KINDS, LatencyModel, Load, kind
+from pdjax.latency import KINDS, Latency, LatencyModel, Load, kind
 from pdjax.messages import InstanceSpec
 
 WEIGHT = 0.1  # of the newest observation: about the last ten count
@@ -30,8 +30,8 @@ class Correction:
         model: the corrected one.
     """
 
-    def __init__(self, measured: LatencyModel) -> None:
-        self.model = measured
+    def __init__(self, measured: Latency) -> None:
+        self.model: Latency = measured
         self._measured = measured
         self._means = [0.0] * (len(KINDS) + 1)  # logarithms
         self._shown = [0.0] * (len(KINDS) + 1)
@@ -55,6 +55,8 @@ class Correction:
 
     def _corrected(self) -> LatencyModel:
         measured = self._measured
+        if not isinstance(measured, LatencyModel):
+            raise ValueError(f"latency is a {type(measured).__name__}; allowed with correct: a LatencyModel")
         *passes, transfer = map(math.exp, self._shown)
         scale = tuple(old * factor for old, factor in zip(measured.scale, passes, strict=True))
         return dataclasses.replace(

@@ -10,6 +10,7 @@ import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from typing import cast
 
 import jax
 
@@ -197,7 +198,7 @@ class Engine:
     @property
     def latency(self) -> tuple[LatencyModel, ...]:
         """What predicts the passes of every instance."""
-        return tuple(lane.latency for lane in self._controller.books.instances)
+        return tuple(cast(LatencyModel, lane.latency) for lane in self._controller.books.instances)
 
     @property
     def queued_prompt_tokens(self) -> int:

@@ -17,7 +17,7 @@ from typing import Protocol
 from pdjax.agenda import Agenda
 from pdjax.correction import Correction
 from pdjax.flights import Flight, Flights, Row
-from pdjax.latency import LatencyModel, Load, attended
+from pdjax.latency import Latency, Load, attended
 from pdjax.live import Live
 from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
@@ -42,7 +42,7 @@ class Desk(Protocol):
 class Lane:
     """The books of one instance."""
 
-    def __init__(self, spec: InstanceSpec, latency: LatencyModel, desk: Desk) -> None:
+    def __init__(self, spec: InstanceSpec, latency: Latency, desk: Desk) -> None:
         self.spec = spec
         self.role: Role = spec.role
         self.next_role: Role | None = None
@@ -111,7 +111,7 @@ class Lane:
         return self._table.table(self._steps)
 
     @property
-    def latency(self) -> LatencyModel:
+    def latency(self) -> Latency:
         return self.correction.model
 
     @property

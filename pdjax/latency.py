@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -82,8 +82,40 @@ def kind(load: Load) -> int:
     return (2 if load.rows else 0) if load.chunks else 1
 
 
+class Latency(Protocol):
+    """What the work of an instance takes, in seconds. `LatencyModel` is fitted to measured passes; `pdjax.curves` has
+    the forms that papers publish. Implementations are hashable: what they say is looked up by them."""
+
+    def __hash__(self) -> int: ...
+    def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
+        """Of one iteration; 0 for an empty one."""
+        ...
+
+    def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> np.ndarray:
+        """Of each of several decode steps, [steps]: the rows of `load` grow by a token a step. To the last bit what
+        `iteration_s` says of each."""
+        ...
+
+    def transfer_s(self, nbytes: float) -> float:
+        """To move KV to another instance, alone."""
+        ...
+
+    def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
+        """To prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
+        total = 0.0
+        while tokens > 0:
+            take = min(tokens, spec.max_chunk)
+            total += self.iteration_s(spec, Load(((take, prior),)))
+            tokens, prior = tokens - take, prior + take
+        return total
+
+    def decode_s(self, spec: InstanceSpec, rows: int, context_tokens: int, attended_tokens: int) -> float:
+        """Of one decode step."""
+        return self.iteration_s(spec, Load((), rows, context_tokens, attended_tokens))
+
+
 @dataclasses.dataclass(frozen=True, slots=True)
-class LatencyModel:
+class LatencyModel(Latency):
     """What was measured of an instance.
 
     Attributes:
@@ -134,20 +166,7 @@ class LatencyModel:
         base, a, _, c, _, _ = self.iteration
         return base + a * tokens + c * rows
 
-    def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
-        """Seconds to prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
-        total = 0.0
-        while tokens > 0:
-            take = min(tokens, spec.max_chunk)
-            total += self.iteration_s(spec, Load(((take, prior),)))
-            tokens, prior = tokens - take, prior + take
-        return total
-
-    def decode_s(self, spec: InstanceSpec, rows: int, context_tokens: int, attended_tokens: int) -> float:
-        """Seconds of one decode step."""
-        return self.iteration_s(spec, Load((), rows, context_tokens, attended_tokens))
-
-    def transfer_s(self, nbytes: int) -> float:
+    def transfer_s(self, nbytes: float) -> float:
         return self.transfer_alpha_s + nbytes / self.transfer_bytes_per_s
 
 
@@ -186,7 +205,7 @@ def _widened(spec: InstanceSpec, padded: float, rows: int) -> float:
 
 
 @functools.lru_cache(maxsize=1024)
-def saturating_tokens(model: LatencyModel, spec: InstanceSpec, *, beside_rows: bool = False) -> int:
+def saturating_tokens(model: Latency, spec: InstanceSpec, *, beside_rows: bool = False) -> int:
     """Prompt tokens of the shortest pass that uses the instance well: DistServe's L_m (section 4.3).
 
     The smallest padded size of a pass whose predicted prompt tokens per second reach SATURATED of the best size's. With

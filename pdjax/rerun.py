@@ -8,19 +8,19 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+from pdjax import simulation
 from pdjax.controller import Controller
 from pdjax.eventlog import Entry, Header, Log
+from pdjax.fleet import Fleet
 from pdjax.latency import LatencyModel
-from pdjax.messages import Arrival, Command, InstanceSpec, Role, Tick
-from pdjax.record import FlipRecord, IterationRecord, MoveRecord, RequestRecord, TransferRecord
+from pdjax.messages import Arrival, Command, InstanceSpec, Role
 from pdjax.report import Report
 from pdjax.request import Request, State
 from pdjax.schedulers import SCHEDULERS
 from pdjax.schedulers.admission import guarded
 from pdjax.schedulers.base import Scheduler, Traits, traits_of
-from pdjax.simulated import SimulatedCluster
+from pdjax.simulation import Records
 
-RUN_STEPS = 4096  # decode steps that the simulation may take at once: no limit in practice
 _ROWS = ("row_buckets", "row_block")  # what instances with rows have besides
 _CHUNKS = ("chunk_buckets", "max_chunks", "query_block")
 
@@ -63,7 +63,7 @@ def replay(log: Log, scheduler: Scheduler | None = None) -> Replayed:
         scheduler: a fresh policy like the recorded one; None: made by `policy_of`, with its ValueError.
     """
     header = log.header
-    sink = _Sink()
+    sink = Records()
     controller = Controller(
         header.specs,
         policy_of(header) if scheduler is None else scheduler,
@@ -118,26 +118,14 @@ def simulate(requests: Sequence[Request], header: Header, scheduler: Scheduler) 
         ValueError: the instances cannot be given the roles that the policy needs; see `instances_for`.
     """
     specs, latency = instances_for(header, traits_of(scheduler))
-    sink, cluster = _Sink(), SimulatedCluster(specs, latency)
-    controller = Controller(
-        specs,
+    return simulation.simulate(
+        Fleet(specs, latency, (1,) * len(specs)),
+        sorted(requests, key=lambda request: request.arrival_s),
         scheduler,
-        latency,
-        sink,
-        header.transfer_timeout_s,
-        header.max_queue,
-        RUN_STEPS,
-        header.on_failure,
+        max_queue=header.max_queue,
+        transfer_timeout_s=header.transfer_timeout_s,
+        on_failure=header.on_failure,
     )
-    for request in requests:
-        cluster.post(Arrival(request), request.arrival_s)
-    while True:
-        deadline = controller.next_deadline()
-        event = cluster.next_event(None if deadline is None else max(0.0, deadline - cluster.now()))
-        if event is None and deadline is None:
-            return sink.report(specs)
-        for command in controller.handle(event or Tick(), cluster.now()):
-            cluster.submit(command)
 
 
 def instances_for(header: Header, traits: Traits) -> tuple[tuple[InstanceSpec, ...], tuple[LatencyModel, ...]]:
@@ -222,37 +210,3 @@ def _short(command: Command | None, other: Command | None) -> str:
         if getattr(command, field.name) != getattr(other, field.name)
     ]
     return f"{type(command).__name__}({', '.join(differing)}, ...)"
-
-
-class _Sink:
-    """Keeps the records; says that a text ends where `ends` says so, by the number of the token in its event."""
-
-    def __init__(self) -> None:
-        self.ends: tuple[int, ...] = ()
-        self.count = 0
-        self._records: dict[int, RequestRecord] = {}
-        self._iterations: list[IterationRecord] = []
-        self._transfers: list[TransferRecord] = []
-        self._revisions: list[FlipRecord | MoveRecord] = []
-
-    def token(self, request: Request, token: int, time_s: float, logprob: float | None) -> bool:
-        self.count += 1
-        return self.count - 1 in self.ends
-
-    def done(self, request: Request, record: RequestRecord) -> None:
-        self._records[request.id] = record
-
-    def iteration(self, record: IterationRecord) -> None:
-        self._iterations.append(record)
-
-    def transfer(self, record: TransferRecord) -> None:
-        self._transfers.append(record)
-
-    def revised(self, record: FlipRecord | MoveRecord) -> None:
-        self._revisions.append(record)
-
-    def report(self, specs: tuple[InstanceSpec, ...]) -> Report:
-        records = [self._records[number] for number in sorted(self._records)]
-        first = min((record.timeline.arrival_s for record in records), default=0.0)
-        last = max((record.timeline.finished_s or 0.0 for record in records), default=0.0)
-        return Report(records, self._iterations, self._transfers, last - first, specs, revisions=tuple(self._revisions))

@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pdjax.latency import LatencyModel, Load, attended
+from pdjax.latency import Latency, Load, attended
 from pdjax.messages import (
     AbortTransfer,
     Command,
@@ -29,6 +29,8 @@ from pdjax.messages import (
     TransferAborted,
     TransferDone,
 )
+from pdjax.network import Network
+from pdjax.wires import Alone, Shared, Transfer, Wires
 
 
 class Machine(Protocol):
@@ -87,41 +89,83 @@ class _Batch:
 
 
 @dataclasses.dataclass(slots=True)
+class _Stages:
+    """The pipeline of one instance.
+
+    Attributes:
+        free_s: by stage, when it has done what was started.
+        step_s: when the last decode step that was started ends: the next one needs its tokens.
+        started: iterations of the queue that are on their way.
+    """
+
+    free_s: list[float]
+    step_s: float = 0.0
+    started: int = 0
+
+    def start_s(self, now: float, *, decode: bool) -> float:
+        """When an iteration can start."""
+        return max(now, self.free_s[0], self.step_s if decode else 0.0)
+
+    def run(self, start_s: float, seconds: float) -> float:
+        """A pass goes through all stages, each takes its part; returns when it is through."""
+        part = seconds / len(self.free_s)
+        for stage, free_s in enumerate(self.free_s):
+            start_s = self.free_s[stage] = max(start_s, free_s) + part
+        return start_s
+
+
+@dataclasses.dataclass(slots=True)
 class _Run:
     """A run on its way: it ends after `steps` steps, of which `reported` are."""
 
     iteration: Iteration
     started_s: float
-    ends: list[float]
+    seconds: np.ndarray  # of each step
+    before_s: list[float]  # `_Stages.free_s` when it started
     steps: int
+    ends: list[float] = dataclasses.field(init=False)
     reported: int = 0
     version: int = 0  # of its next report: a cut makes a new one
 
+    def __post_init__(self) -> None:
+        stages, end_s, self.ends = _Stages(list(self.before_s)), self.started_s, []
+        if len(self.before_s) == 1:  # to the last bit as below, and quicker
+            self.ends = np.cumsum(np.concatenate([[self.started_s], self.seconds]))[1:].tolist()
+            return
+        for seconds in self.seconds.tolist():
+            end_s = stages.run(end_s, seconds)
+            self.ends.append(end_s)
 
-@dataclasses.dataclass(slots=True)
-class _Transfer:
-    command: StartTransfer
-    started_s: float
-    sent: int = 0  # tokens whose KV is computed
-    busy_until: float = 0.0
-    busy_s: float = 0.0
-    prefill_end_s: float = 0.0
+    def after(self) -> tuple[list[float], float]:
+        """When the stages have done its last step, each of them and all."""
+        first = self.steps == 1  # only this one can have met others there
+        start_s = self.started_s if first else self.ends[self.steps - 2]
+        stages = _Stages(list(self.before_s) if first else [start_s] * len(self.before_s))
+        end_s = stages.run(start_s, float(self.seconds[self.steps - 1]))
+        return stages.free_s, end_s
 
 
 class SimulatedCluster:
     """Implements `Cluster` in virtual time; deterministic.
 
+    A pass through a pipeline of stages starts as soon as the first stage is free, a decode step when the tokens of the
+    one before are there, too.
+
     Args:
         specs: the instances.
         latency: one model per instance.
         machine: makes the machine of an instance.
+        network: the links that transfers share; None: each has a wire to itself.
+        layer_groups: by instance, in how many parts the KV of a pass is streamed; empty: as a whole behind the pass.
     """
 
     def __init__(
         self,
         specs: Sequence[InstanceSpec],
-        latency: Sequence[LatencyModel],
+        latency: Sequence[Latency],
         machine: Callable[[InstanceSpec], Machine] = lambda spec: Timing(),
+        network: Network | None = None,
+        layer_groups: Sequence[int] = (),
     ) -> None:
         self.specs = tuple(specs)
         self.machines = [machine(spec) for spec in specs]
@@ -132,7 +176,14 @@ class SimulatedCluster:
         self._queues: list[deque[Iteration]] = [deque() for _ in specs]
         self._batches = [_Batch() for _ in specs]
         self._runs: dict[int, _Run] = {}
-        self._transfers: dict[int, _Transfer] = {}
+        self._stages = [_Stages([0.0] * spec.pp) for spec in specs]
+        self._transfers: dict[int, Transfer] = {}
+        groups = layer_groups or [1] * len(self.specs)
+        self._wires: Wires = (
+            Alone(latency, groups, self.now, self._later, self._arrive)
+            if network is None
+            else Shared(network, groups, self.now, self._later, self._arrive)
+        )
         self._lost: set[int] = set()
 
     def now(self) -> float:
@@ -148,6 +199,7 @@ class SimulatedCluster:
         def die() -> Event:
             self._lost.add(instance)
             self._queues[instance].clear()
+            self._stages[instance].started = 0
             self._runs.pop(instance, None)
             return InstanceLost(instance, error)
 
@@ -158,18 +210,19 @@ class SimulatedCluster:
             self._check(command)
         match command:
             case Iteration():
-                queue = self._queues[command.instance]
-                queue.append(command)
-                if len(queue) == 1:
-                    self._start(command.instance)
+                self._queues[command.instance].append(command)
+                self._start(command.instance)
             case Cut():
                 self._cut(command)
             case StartTransfer():
-                self._transfers[command.key] = _Transfer(command, self._now)
+                nbytes = command.tokens * self.specs[command.src].kv_bytes_per_token
+                transfer = self._transfers[command.key] = Transfer(command, self._now, nbytes)
+                self._wires.open(transfer)
                 if command.mode == "whole":
-                    self._push(command.key, command.tokens)
+                    self._push(command.key, command.tokens, self._now)
             case AbortTransfer(key):
                 if self._transfers.pop(key, None) is not None:
+                    self._wires.close(key)
                     self.post(TransferAborted(key))
 
     def _check(self, command: Command) -> None:
@@ -203,41 +256,66 @@ class SimulatedCluster:
         """At equal times lower ranks come first: steps end before anybody can ask how far they are."""
         heapq.heappush(self._heap, (time_s, rank, next(self._order), happen))
 
+    def _later(self, time_s: float, happen: Callable[[], None]) -> None:
+        self._at(time_s, happen)
+
     def _start(self, index: int) -> None:
-        iteration = self._queues[index][0]
+        """Starts what can start now, in order."""
+        queue, stages = self._queues[index], self._stages[index]
+        while stages.started < len(queue):
+            iteration = queue[stages.started]
+            if stages.started:
+                if len(stages.free_s) == 1:
+                    return
+                run = self._runs.get(index)
+                if run is not None:  # the iteration behind a run starts behind its last step
+                    stages.free_s, stages.step_s = run.after()
+            start_s = stages.start_s(self._now, decode=iteration.decode)
+            if start_s > self._now:
+                self._later(start_s, lambda: self._start(index))
+                return
+            stages.started += 1
+            self._begin(index, iteration, stages)
+
+    def _begin(self, index: int, iteration: Iteration, stages: _Stages) -> None:
         batch, started = self._batches[index], self._now
         batch.change(iteration)
         spec, latency = self.specs[index], self._latency[index]
         load = batch.load(iteration, spec.row_block)
         if iteration.steps == 1:
-            self._at(started + latency.iteration_s(spec, load), lambda: self._finish(index, iteration, started), rank=0)
+            end_s = stages.run(started, latency.iteration_s(spec, load))
+            if iteration.decode:
+                stages.step_s = end_s
+            rows = list(batch.offsets) if iteration.decode else []
+            for chunk in iteration.chunks:
+                if chunk.stream in self._transfers:
+                    nbytes = len(chunk.tokens) * spec.kv_bytes_per_token
+                    self._wires.computing(self._transfers[chunk.stream], nbytes, started, end_s)
+            self._at(end_s, lambda: self._finish(index, iteration, rows, started), rank=0)
             return
         seconds = latency.steps_s(spec, load, iteration.steps)
-        ends = np.cumsum(np.concatenate([[started], seconds]))[1:].tolist()
-        run = _Run(iteration, started, ends, iteration.steps)
+        run = _Run(iteration, started, seconds, list(stages.free_s), iteration.steps)
         self._runs[index] = run
         self._at(started, lambda: RunStarted(index, iteration.number, tuple(run.ends)), rank=0)
         self._await_report(index, run)
 
-    def _finish(self, index: int, iteration: Iteration, started_s: float) -> Event | None:
+    def _finish(self, index: int, iteration: Iteration, rows: list[int], started_s: float) -> Event | None:
         if index in self._lost:
             return None
-        queue, batch = self._queues[index], self._batches[index]
-        queue.popleft()
-        slots = list(batch.offsets) if iteration.decode else []
-        row_tokens, first_tokens = self.machines[index].run(iteration, slots)
+        self._queues[index].popleft()
+        self._stages[index].started -= 1
+        row_tokens, first_tokens = self.machines[index].run(iteration, rows)
         if iteration.decode:
-            batch.step(1)
-        if queue:
-            self._start(index)
+            self._batches[index].step(1)
+        self._start(index)
         for chunk in iteration.chunks:
             if chunk.stream in self._transfers:
-                self._push(chunk.stream, len(chunk.tokens))
+                self._push(chunk.stream, len(chunk.tokens), started_s)
         last = [chunk.request for chunk in iteration.chunks if chunk.last]
         return IterationDone(
             instance=index,
             number=iteration.number,
-            rows=None if row_tokens is None else tuple(zip(slots, row_tokens, strict=True)),
+            rows=None if row_tokens is None else tuple(zip(rows, row_tokens, strict=True)),
             firsts=tuple(zip(last, first_tokens, strict=True)),
             started_s=started_s,
             finished_s=self._now,
@@ -257,11 +335,14 @@ class SimulatedCluster:
         if steps < run.steps:
             self._await_report(index, run)
         else:
+            stages = self._stages[index]
+            if stages.started == 1:  # otherwise what started behind it has seen to them
+                stages.free_s, stages.step_s = run.after()
             del self._runs[index]
             self._batches[index].step(steps)
             self._queues[index].popleft()
-            if self._queues[index]:
-                self._start(index)
+            stages.started -= 1
+            self._start(index)
         return IterationDone(index, run.iteration.number + steps - 1, None, (), started, self._now, steps=count)
 
     def _cut(self, cut: Cut) -> None:
@@ -273,31 +354,27 @@ class SimulatedCluster:
             run.steps, run.version = steps, run.version + 1
             self._await_report(cut.instance, run)
 
-    def _push(self, key: int, tokens: int) -> None:
-        """KV of more tokens is computed: it goes over the wire behind what was sent before."""
+    def _push(self, key: int, tokens: int, started_s: float) -> None:
+        """KV of more tokens is computed."""
         transfer = self._transfers[key]
-        command = transfer.command
-        spec, latency = self.specs[command.src], self._latency[command.src]
-        seconds = latency.transfer_s(tokens * spec.kv_bytes_per_token)
-        transfer.busy_until = max(transfer.busy_until, self._now) + seconds
-        transfer.busy_s += seconds
-        transfer.sent += tokens
-        transfer.prefill_end_s = self._now
-        if transfer.sent == command.tokens:
-            self._at(transfer.busy_until, lambda: self._arrive(key))
+        nbytes = tokens * self.specs[transfer.command.src].kv_bytes_per_token
+        transfer.left -= nbytes
+        transfer.computed_s = self._now
+        self._wires.push(transfer, nbytes, started_s)
 
-    def _arrive(self, key: int) -> Event | None:
-        transfer = self._transfers.pop(key, None)
-        if transfer is None:
-            return None
+    def _arrive(self, key: int) -> None:
+        """All of a transfer is there."""
+        transfer = self._transfers.pop(key)
         command = transfer.command
         self.machines[command.dst].copy(command, self.machines[command.src])
-        visible = self._now - transfer.prefill_end_s
-        return TransferDone(
-            key=key,
-            nbytes=command.tokens * self.specs[command.src].kv_bytes_per_token,
-            started_s=transfer.started_s,
-            finished_s=self._now,
-            busy_s=transfer.busy_s,
-            hidden_s=max(0.0, transfer.busy_s - visible) if command.mode == "stream" else 0.0,
+        visible_s = self._now - transfer.computed_s
+        self.post(
+            TransferDone(
+                key=key,
+                nbytes=command.tokens * self.specs[command.src].kv_bytes_per_token,
+                started_s=transfer.started_s,
+                finished_s=self._now,
+                busy_s=transfer.busy_s,
+                hidden_s=max(0.0, transfer.busy_s - visible_s) if command.mode == "stream" else 0.0,
+            )
         )

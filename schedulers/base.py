@@ -10,7 +10,7 @@ from typing import Literal, NamedTuple, Protocol
 
 import numpy as np
 
-from pdjax.latency import LatencyModel, Load, bucket
+from pdjax.latency import Latency, Load, bucket
 from pdjax.messages import InstanceSpec, Role
 from pdjax.record import Predicted
 from pdjax.request import SLO, SLOClass
@@ -110,7 +110,7 @@ class InstanceView(Protocol):
     @property
     def alive(self) -> bool: ...
     @property
-    def latency(self) -> LatencyModel:
+    def latency(self) -> Latency:
         """Predicts this instance's iterations and the transfers it sends, as corrected by what they took."""
         ...
 

@@ -12,11 +12,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from pdjax.latency import LatencyModel
+from pdjax.latency import Latency
+from pdjax.messages import InstanceSpec
 from pdjax.schedulers.base import Ask, ClusterView, InstanceView, RowTable
 from pdjax.traffic import Traffic
 
-prefill_s = functools.lru_cache(maxsize=65536)(LatencyModel.prefill_s)  # (model, spec, tokens) -> seconds, alone
+
+@functools.lru_cache(maxsize=65536)
+def prefill_s(model: Latency, spec: InstanceSpec, tokens: int) -> float:
+    """`Latency.prefill_s` of a prompt alone."""
+    return model.prefill_s(spec, tokens)
 
 
 class Spares(NamedTuple):

@@ -118,7 +118,7 @@ def test_a_missing_file_is_refused():
     for ask in (profile.load, lambda path: profile.stream_from(path, "device_put")):
         with pytest.raises(ValueError, match=r"^profile is '/nowhere', which cannot be read: [^']*'/nowhere'$"):
             ask("/nowhere")
-    with pytest.raises(ValueError, match="which cannot be read: .*embedded null"):
+    with pytest.raises(ValueError, match=r"which cannot be read: .*embedded null"):
         profile.load("\0")
 
 
