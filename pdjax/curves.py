@@ -49,6 +49,9 @@ class Curves(Latency):
     alpha_s: float = 0.0
     bytes_per_s: float = float("inf")
 
+    def __hash__(self) -> int:
+        return hash(self.prefill)  # results are looked up by it with every decision: not all constants
+
     def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
         if not load.chunks and not load.rows:
             return 0.0
