@@ -3,6 +3,8 @@ simulator, the planner and policies. Made by `pdjax.published` and by users who 
 
     prefill of a batch of prompts   a + b * sum(L) + c * sum(L^2)      (DistServe, appendix A)
     decode step of B rows           a + b * sum(context) + c * B       with constants by batch size
+
+or tables between whose points it goes straight (Splitwise's simulator).
 """
 
 import bisect
@@ -89,3 +91,53 @@ class Curves(Latency):
             if not tokens:
                 seconds += part.step_s
         return seconds
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Interpolated(Latency):
+    """An instance by tables of measured passes, as Splitwise's simulator has it: the end parts of a table go on as they
+    are, what tokens attend to costs nothing of its own, and pipelines make their steps as with `Curves`.
+
+    Attributes:
+        prefill: (prompt tokens, seconds) of passes of prompts, ascending.
+        decode: (rows, seconds) of decode steps, ascending.
+        mixed: what a pass with prompts and rows takes, in passes of as many prompt tokens as it has tokens.
+        alpha_s, bytes_per_s: of a transfer alone.
+    """
+
+    prefill: tuple[tuple[int, float], ...]
+    decode: tuple[tuple[int, float], ...]
+    mixed: float = 1.1
+    alpha_s: float = 0.0
+    bytes_per_s: float = float("inf")
+
+    def __post_init__(self) -> None:
+        for name in ("prefill", "decode"):
+            at = [number for number, _ in getattr(self, name)]
+            if len(at) < 2 or sorted(set(at)) != at:
+                raise ValueError(f"{name} has points at {at}; allowed: two or more, ascending")
+
+    def __hash__(self) -> int:
+        return hash(self.prefill[-1])  # as that of `Curves`
+
+    def iteration_s(self, spec: InstanceSpec, load: Load) -> float:
+        tokens = 0
+        for size, _ in load.chunks:
+            tokens += size
+        if not tokens:
+            return _between(self.decode, load.rows / spec.pp) if load.rows else 0.0
+        seconds = _between(self.prefill, tokens + load.rows)
+        return self.mixed * seconds if load.rows else seconds
+
+    def steps_s(self, spec: InstanceSpec, load: Load, steps: int) -> np.ndarray:
+        return np.full(steps, self.iteration_s(spec, load))
+
+    def transfer_s(self, nbytes: float) -> float:
+        return self.alpha_s + nbytes / self.bytes_per_s
+
+
+def _between(points: tuple[tuple[int, float], ...], at: float) -> float:
+    """On the straight line through the two points around it, or the two nearest."""
+    right = min(max(bisect.bisect_right(points, at, key=lambda point: point[0]), 1), len(points) - 1)
+    (x0, y0), (x1, y1) = points[right - 1 : right + 1]
+    return y0 + (y1 - y0) * (at - x0) / (x1 - x0)

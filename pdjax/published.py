@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from pdjax.curves import Curves, Decode
+from pdjax.curves import Curves, Decode, Interpolated
 from pdjax.fleet import Pool
 from pdjax.latency import Latency
 from pdjax.messages import Role
@@ -18,6 +18,9 @@ KV_BYTES = {
     "opt-13b": 2 * 40 * 5120 * 2,
     "opt-66b": 2 * 64 * 9216 * 2,
     "opt-175b": 2 * 96 * 12288 * 2,
+    "llama2-70b": 2 * 80 * (8 * 128) * 2,
+    "bloom-176b": 2 * 70 * 14336 * 2,
+    "llama3.1-8b": 2 * 32 * (8 * 128) * 2,
 }
 
 
@@ -199,4 +202,85 @@ def _opt_curves(prefill: _Three, small: _Three, large: _Three, pp: int) -> Curve
     )
 
 
-_ALL = {entry.name: entry for entry in _opt()}
+# --- Llama-3.1-8B, FP8, on H200 -------------------------------------------------------------------------------------
+
+# NVIDIA Dynamo's pre-swept profile (ai-dynamo/dynamo, vLLM, TP 1): the least-squares fit to its 17 prompts, alone (mean
+# error 2.6 %, at most 9 %), and to its steps of at most 256 rows (2.7 %, at most 16 %); KV is kept in 16 bits.
+_H200 = Published(
+    name="llama3.1-8b-fp8-h200-vllm-tp1-pp1",
+    latency=Curves(prefill=(18.55e-3, 0.01411e-3, 4.92e-10), decode=(Decode(0, 4.384e-3, 3.198e-8, 0.01988e-3),)),
+    kv_tokens=945_029,
+    kv_bytes_per_token=KV_BYTES["llama3.1-8b"],
+    devices=1,
+    pp=1,
+    hardware="h200",
+    model="llama3.1-8b-fp8",
+    engine="vllm",
+)
+
+
+# --- Llama2-70B and BLOOM-176B on eight A100 or H100 ----------------------------------------------------------------
+
+# Splitwise's simulator (Mutinifni/splitwise-sim, commit 8f99e7d), data/perf_model.csv: medians of its measured passes,
+# TP 8, milliseconds: (model, hardware) -> of prompts, by their tokens; of decode steps behind prompts of 512 tokens, by
+# rows.
+_Points = tuple[tuple[int, float], ...]
+_TOKENS = tuple(128 << power for power in range(9))
+_ROWS = tuple(1 << power for power in range(7))
+_SPLITWISE: dict[tuple[str, str], tuple[tuple[float, ...], tuple[float, ...]]] = {
+    ("llama2-70b", "a100-80g"): (
+        (65.35, 66.76, 93.02, 160.86, 282.71, 708.36, 1781.0, 3524.5, 7554.0),
+        (44.85, 44.56, 45.79, 46.47, 50.44, 53.02, 71.61),
+    ),
+    ("llama2-70b", "h100"): (
+        (58.19, 51.66, 53.86, 77.68, 134.42, 376.22, 831.49, 1551.7, 2936.3),
+        (29.76, 30.26, 31.79, 32.5, 34.17, 38.62, 50.16),
+    ),
+    ("bloom-176b", "a100-80g"): (
+        (79.67, 99.16, 174.38, 287.47, 536.06, 1332.6, 3591.5, 5782.0, 11251.8),
+        (48.76, 49.99, 51.0, 52.95, 57.34, 65.38, 96.58),
+    ),
+    ("bloom-176b", "h100"): (
+        (48.28, 51.18, 76.14, 132.22, 251.96, 649.6, 1411.6, 2521.9, 4996.5),
+        (36.11, 36.91, 38.06, 38.14, 40.64, 45.84, 63.82),
+    ),
+}
+# What that simulator itself takes for a decode step: the median of all passes, by the tokens that their *prompts* had,
+# looked up at the number of rows. So its steps of 64 rows take what those of one row do.
+_AS_SIMULATED: dict[tuple[str, str], tuple[float, ...]] = {
+    ("llama2-70b", "a100-80g"): (43.03, 43.48, 45.03, 44.56, 45.7, 46.47, 48.47, 53.02, 71.61),
+    ("llama2-70b", "h100"): (29.87, 28.27, 30.56, 29.97, 31.63, 31.33, 32.59, 38.62, 50.16),
+    ("bloom-176b", "a100-80g"): (47.61, 47.71, 49.31, 49.44, 50.19, 51.63, 54.27, 65.38, 96.58),
+    ("bloom-176b", "h100"): (35.74, 36.15, 36.17, 36.33, 36.74, 37.53, 39.02, 45.84, 63.82),
+}
+_CAPPED = 1.3  # passes of prompts on an H100 with half the power; steps take what they take without the cap
+# The same: memory of a machine, all of which it uses, and its models' weights, bytes.
+_MACHINE = 8 * 80 * 2**30
+_WEIGHTS = {"llama2-70b": 135e9, "bloom-176b": 329e9}
+
+
+def _splitwise() -> Iterator[Published]:
+    for (model, hardware), (prompts, steps) in _SPLITWISE.items():
+        for engine, decode in (
+            ("splitwise", _points(_ROWS, steps)),
+            ("splitwise-sim", _points(_TOKENS, _AS_SIMULATED[model, hardware])),
+        ):
+            for suffix, factor in (("", 1.0), ("-capped", _CAPPED))[: 2 if hardware == "h100" else 1]:
+                yield Published(
+                    name=f"{model}-{hardware}{suffix}-{engine}-tp8-pp1",
+                    latency=Interpolated(_points(_TOKENS, prompts, factor), decode),
+                    kv_tokens=int((_MACHINE - _WEIGHTS[model]) / KV_BYTES[model]),
+                    kv_bytes_per_token=KV_BYTES[model],
+                    devices=8,
+                    pp=1,
+                    hardware=hardware + suffix,
+                    model=model,
+                    engine=engine,
+                )
+
+
+def _points(at: tuple[int, ...], milliseconds: tuple[float, ...], factor: float = 1.0) -> _Points:
+    return tuple((number, factor * ms * 1e-3) for number, ms in zip(at, milliseconds, strict=True))
+
+
+_ALL = {entry.name: entry for entry in (*_opt(), _H200, *_splitwise())}

@@ -52,5 +52,29 @@ def test_a_step_of_a_pipeline_is_that_of_one_of_its_groups():
     assert seconds("opt-66b-a100-80g-distserve-tp2-pp2", Load((), 120, 60_000, 60_000)) == pytest.approx(alone)
 
 
+def test_h200_is_the_fit_of_the_published_table():
+    name = "llama3.1-8b-fp8-h200-vllm-tp1-pp1"
+    # Measured: 63.2 ms of a prompt of 3151 tokens, 22.1 ms of 145 rows with 434 565 tokens.
+    assert seconds(name, Load(((3151, 0),))) == pytest.approx(67.896e-3, abs=1e-6)
+    assert seconds(name, Load((), 145, 434_565, 434_565)) == pytest.approx(21.164e-3, abs=1e-6)
+
+
+def test_splitwise_passes_are_those_measured():
+    a100, h100, capped = (
+        f"llama2-70b-{hardware}-splitwise-tp8-pp1" for hardware in ("a100-80g", "h100", "h100-capped")
+    )
+    assert seconds(a100, Load(((2048, 0),))) == pytest.approx(282.71e-3)
+    assert seconds(a100, Load((), 64, 40_000, 40_000)) == pytest.approx(71.61e-3)
+    assert seconds(h100, Load(((1536, 0),))) == pytest.approx((77.68e-3 + 134.42e-3) / 2)
+    assert seconds(capped, Load(((512, 0),))) == pytest.approx(1.3 * 53.86e-3)
+    assert seconds(capped, Load((), 2, 99, 99)) == seconds(h100, Load((), 2, 99, 99)) == pytest.approx(30.26e-3)
+
+
+def test_steps_of_splitwises_simulator_hardly_know_their_rows():
+    name = "bloom-176b-h100-splitwise-sim-tp8-pp1"
+    one, many = (seconds(name, Load((), rows, 99, 99)) for rows in (1, 64))
+    assert 1.0 < many / one < 1.01
+
+
 def test_opt_kv_is_that_of_the_papers_example():
     assert published.KV_BYTES["opt-66b"] * 512 == pytest.approx(1.13 * 2**30, rel=0.01)  # section 3.3: 1.13 GB
