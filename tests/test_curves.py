@@ -50,9 +50,9 @@ def test_chunks_of_a_prompt_cost_what_it_costs_whole_and_their_passes():
     assert first + second - whole == pytest.approx(1.0 + 10.0)
 
 
-def test_rows_beside_a_prompt_cost_what_they_add_to_a_step():
-    alone = CURVES.iteration_s(SPEC, Load(((10, 0),)))
-    assert CURVES.iteration_s(SPEC, Load(((10, 0),), 2, 50, 50)) - alone == pytest.approx(0.02 + 0.5 + 1.0)
+def test_rows_beside_a_long_prompt_cost_what_they_add_to_a_step():
+    alone = CURVES.iteration_s(SPEC, Load(((100, 0),)))
+    assert CURVES.iteration_s(SPEC, Load(((100, 0),), 2, 50, 50)) - alone == pytest.approx(0.02 + 0.5 + 1.0)
 
 
 def test_rows_of_a_pipeline_make_their_steps_in_groups():
