@@ -33,7 +33,7 @@ class Curves(Latency):
     A pass goes through the `pp` stages of its instance one after the other, each with its share of the layers. Decode
     rows of a pipeline are taken to make their steps in `pp` groups of equal size that follow each other, so that no
     stage stands still: a step then takes what a group takes in all stages. In a pass with prompts and rows, rows cost
-    what they add to a step: the weights are read once.
+    what they add to a step: the weights are read once, and few prompt tokens beside rows cost no less than a step.
 
     Attributes:
         prefill: (constant, of a token, of a token times a token) of a pass of prompts.
@@ -82,15 +82,15 @@ class Curves(Latency):
             tokens += size
             square += size * (size + 2 * prior)  # of the whole prompt, less that of what was there
         seconds = self.pass_s + self.token_s * (tokens + load.rows) + self.stage_s * (spec.pp - 1)
+        weights = 0.0  # what is computed with them, or what they take to read
         if tokens:
             constant, of_token, of_square = self.prefill
-            seconds += constant + of_token * tokens + of_square * square
+            weights = constant + of_token * tokens + of_square * square
         if load.rows:
             part = self._part(load.rows)
             seconds += part.row_s / spec.pp * load.rows
-            if not tokens:
-                seconds += part.step_s
-        return seconds
+            weights = max(weights, part.step_s)
+        return seconds + weights
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

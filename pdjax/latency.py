@@ -222,8 +222,7 @@ def saturating_tokens(model: Latency, spec: InstanceSpec, *, beside_rows: bool =
     """
     if not spec.max_chunk:
         return 0
-    powers = (1 << power for power in range(spec.max_chunk.bit_length()))
-    sizes = chunk_sizes(spec, beside_rows=beside_rows) or (*(n for n in powers if n < spec.max_chunk), spec.max_chunk)
+    sizes = pass_sizes(spec, beside_rows=beside_rows)
     rows = int(beside_rows)  # beside a chunk one row is padded like all
     rates = {size: size / max(model.iteration_s(spec, Load(((size, 0),), rows)), 1e-12) for size in sizes}
     return min(size for size, rate in rates.items() if rate >= SATURATED * max(rates.values()))
@@ -232,6 +231,17 @@ def saturating_tokens(model: Latency, spec: InstanceSpec, *, beside_rows: bool =
 def chunk_sizes(spec: InstanceSpec, *, beside_rows: bool) -> tuple[int, ...]:
     """Padded sizes of prompt passes; beside rows there are fewer. Empty: passes are not padded."""
     return _mixed(spec.chunk_buckets, spec.row_buckets) if beside_rows else spec.chunk_buckets
+
+
+def pass_sizes(spec: InstanceSpec, *, beside_rows: bool) -> tuple[int, ...]:
+    """Sizes among which to choose that of a prompt pass, ascending: `chunk_sizes`, or where passes are not padded,
+    powers of two and `max_chunk`."""
+    return chunk_sizes(spec, beside_rows=beside_rows) or _powers(spec.max_chunk)
+
+
+@functools.lru_cache(maxsize=64)  # asked for with every pass
+def _powers(most: int) -> tuple[int, ...]:
+    return (*(1 << power for power in range(most.bit_length()) if 1 << power < most), most)
 
 
 @functools.lru_cache(maxsize=1024)  # asked for with every mixed pass

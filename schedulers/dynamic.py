@@ -16,7 +16,7 @@ Its end points: with `mixed=True` all instances are MIXED and requests stay wher
 import dataclasses
 import math
 
-from pdjax.latency import Load, chunk_sizes
+from pdjax.latency import Load, pass_sizes
 from pdjax.messages import Role
 from pdjax.record import Predicted
 from pdjax.schedulers import predict
@@ -171,7 +171,7 @@ class Dynamic:
         step_s = latency.iteration_s(spec, load)
         spare_s, gap_s = rows.least() - STEPS * step_s, float(rows.pass_s.min())
         prior, best = instance.prefills[0].prefilled, (0, instance.rows > 0)
-        for tokens in chunk_sizes(spec, beside_rows=True) or (spec.max_chunk,):
+        for tokens in pass_sizes(spec, beside_rows=True):
             alone_s = latency.iteration_s(spec, Load(((tokens, prior),)))
             beside_s = latency.iteration_s(spec, load.beside((tokens, prior)))
             beside = instance.rows > 0 and beside_s <= alone_s + step_s

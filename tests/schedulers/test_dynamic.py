@@ -130,9 +130,9 @@ def test_rows_that_are_padded_beside_a_chunk_wait_for_it_where_that_takes_less()
     assert taken(view) == ([(7, 16)], True)
 
 
-@pytest.mark.parametrize(("tpot_ms", "chunk"), [(15.9, []), (16.1, [(7, 16)])])
-def test_a_chunk_runs_where_all_rows_can_spare_it_and_two_steps(tpot_ms, chunk):
-    # 10 steps of 12 ms at the limit leave 40 ms: 16 for the chunk, 24 for two steps.
+@pytest.mark.parametrize(("tpot_ms", "chunk"), [(14.3, []), (15.9, [(7, 8)]), (16.1, [(7, 16)])])
+def test_the_largest_chunk_runs_that_all_rows_can_spare_and_two_steps(tpot_ms, chunk):
+    # 10 steps of 12 ms at the limit leave 23, 39 or 41 ms: 24 for two steps, the rest for 1, 2, 4, 8 or 16 tokens.
     assert taken(decoding([row(tpot_ms=tpot_ms), row(1)][:1], prefills=[Ask(7, 30)])) == (chunk, True)
 
 
