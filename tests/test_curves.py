@@ -55,6 +55,11 @@ def test_rows_beside_a_long_prompt_cost_what_they_add_to_a_step():
     assert CURVES.iteration_s(SPEC, Load(((100, 0),), 2, 50, 50)) - alone == pytest.approx(0.02 + 0.5 + 1.0)
 
 
+def test_a_few_prompt_tokens_beside_rows_cost_no_less_than_a_step():
+    step = CURVES.iteration_s(SPEC, Load((), 2, 50, 50))
+    assert CURVES.iteration_s(SPEC, Load(((10, 0),), 2, 50, 50)) == pytest.approx(step + 10 * 0.01)
+
+
 def test_rows_of_a_pipeline_make_their_steps_in_groups():
     one = CURVES.iteration_s(SPEC, Load((), 4, 40, 40))
     assert CURVES.iteration_s(TWO, Load((), 4, 40, 40)) == pytest.approx(one - 0.4 - 0.5 + 3.0)
