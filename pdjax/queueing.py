@@ -2,8 +2,8 @@
 as a first guess, and by reproductions as what a simulation has to agree with.
 
 Prompts of one length arrive at random (Poisson), are served first come, first served, and share no pass: an M/D/1
-queue (DistServe, section 3.1, equations 1 to 3). D is the time of one pass on an instance that is not split, R the rate.
-Replicating an instance N times divides R by N.
+queue (DistServe, section 3.1, equations 1 to 3). D is the time of one pass on an instance that is not split, R the
+rate. Replicating an instance N times divides R by N.
 """
 
 import math
