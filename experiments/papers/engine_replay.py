@@ -31,7 +31,8 @@ KV_BYTES_PER_TOKEN = 2 * LAYERS * 8 * 128 * 2  # K and V, layers, kv heads, head
 MAX_MODEL_LEN = 131072
 SKEW = 0.0543  # skew_fit.per_tp.1.alpha_default of the profile's meta.yaml: rows of unequal contexts, measured apart
 # The profile is of eager passes; the server replays captured graphs. What these save on this GPU and model was measured
-# by the same profiler (its README, "Step sweep"); vLLM captures up to twice `max_num_seqs` tokens.
+# by a later version of the profiler, on a vLLM that it does not name (LLMServingSim, profiler/README.md, "Step sweep");
+# vLLM captures up to twice `max_num_seqs` tokens.
 GRAPHS = {"graph_decode_s": 587e-6, "graph_mixed_s": 482e-6}
 NOTES = {
     "TTFT mean": "LLMServingSim itself: -4.0 %",
