@@ -32,16 +32,19 @@ class Splitwise:
     Args:
         stream_from: KV of prompts of at least so many tokens is streamed; None: of none.
         queue_tokens: pending tokens up to which a queue that is not empty takes prompts; 0: `QUEUE_PASSES` passes.
+        batch_tokens: prompts share a pass up to so many tokens; 0: up to what saturates the instance.
     """
 
     traits = Traits(prefill_decodes=True, decode_prefills=True)
 
-    def __init__(self, stream_from: int | None = None, queue_tokens: int = 0) -> None:
+    def __init__(self, stream_from: int | None = None, queue_tokens: int = 0, batch_tokens: int = 0) -> None:
         check_stream_from(stream_from)
-        if queue_tokens < 0:
-            raise ValueError(f"queue_tokens is {queue_tokens}; allowed: tokens >= 0")
+        for name, value in (("queue_tokens", queue_tokens), ("batch_tokens", batch_tokens)):
+            if value < 0:
+                raise ValueError(f"{name} is {value}; allowed: tokens >= 0")
         self._stream_from = stream_from
         self._queue_tokens = queue_tokens
+        self._batch_tokens = batch_tokens
 
     def revise(self, cluster: ClusterView) -> Sequence[Flip]:
         return self._borrow(cluster.queue[0], cluster) if cluster.queue else _give_back(cluster)
@@ -62,7 +65,7 @@ class Splitwise:
         return None  # `place` has named the instance
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
-        limit = saturating_tokens(instance.latency, instance.spec)
+        limit = self._batch_tokens or saturating_tokens(instance.latency, instance.spec)
         chunks = take_prompts(instance, limit)
         if not instance.rows:
             return Plan(chunks)

@@ -159,11 +159,11 @@ def test_an_instance_that_was_mixed_from_the_start_stays():
 # --- one instance ---------------------------------------------------------------------------------------------------
 
 
-def plan(prompts, rows=0, streak=0):
+def plan(prompts, rows=0, streak=0, batch_tokens=0):
     """Tokens of each prompt, and whether rows step; the sizes make 64 tokens the saturating length."""
     view = View(spec(0, M, max_chunk=64, max_chunks=9), [Ask(i, n) for i, n in enumerate(prompts)])
     view.rows, view.prefill_streak = rows, streak
-    answer = Splitwise().iterate(view, Cluster([view]))
+    answer = Splitwise(batch_tokens=batch_tokens).iterate(view, Cluster([view]))
     return [tokens for _, tokens in answer.chunks], answer.decode
 
 
@@ -173,6 +173,11 @@ def test_rows_ride_along_where_there_is_room_beside_the_prompts():
 
 def test_prompts_that_fill_the_pass_make_rows_wait():
     assert plan([60, 20], rows=8) == ([60], False)
+
+
+def test_a_length_that_is_given_bounds_a_pass_of_several_prompts_and_of_rows_beside_them():
+    assert plan([20, 20], rows=8, batch_tokens=30) == ([20], True)
+    assert plan([20, 20], rows=8, batch_tokens=40) == ([20, 20], False)
 
 
 def test_rows_that_have_waited_four_times_step_whatever_there_is():
@@ -234,7 +239,7 @@ def test_reasons_name_the_queues():
     assert place.reason == "splitwise: prefill 0 has 35 pending tokens, decode 1 0 rows"
 
 
-@pytest.mark.parametrize("field", ["stream_from", "queue_tokens"])
+@pytest.mark.parametrize("field", ["stream_from", "queue_tokens", "batch_tokens"])
 def test_options_out_of_range_are_named(field):
     with pytest.raises(ValueError, match=f"{field} is -1; allowed:"):
         Splitwise(**{field: -1})
