@@ -115,7 +115,7 @@ class Dynamic:
         free = [view for view in targets if view.rows + view.incoming + 1 < view.spec.max_rows]
         roomy = least_loaded(free) if free else None
         sources = [view for view in able(cluster.instances, *Role) if self._most(view)] or prefillers(cluster.instances)
-        bounds = [view.busy_s + predict.work_s(ask, view, cluster.traffic) for view in sources]
+        bounds = [view.busy_s + self._work_s(ask, view, cluster) for view in sources]
         best_s = math.inf
         choices: list[Choice] = []
         for bound_s, view in sorted(zip(bounds, sources, strict=True), key=lambda pair: pair[0]):
@@ -135,7 +135,22 @@ class Dynamic:
         rows = predict.spares(view, cluster)
         full = target is view and view.rows + view.incoming >= view.spec.max_rows
         slot_s = float(rows.left_s.min()) if full and rows.size else 0.0
-        return slot_s + predict.ttft_s(ask, view, cluster, rows)
+        if self._most(view) in (0, view.spec.max_chunk):
+            return slot_s + predict.ttft_s(ask, view, cluster, rows)
+        work_s = self._work_s(ask, view, cluster)
+        steps_s = self._passes(ask, view) * view.latency.iteration_s(view.spec, view.load)  # which rows make anyhow
+        return slot_s + view.busy_s + rows.held_up_s(work_s - steps_s) + work_s
+
+    def _work_s(self, ask: Ask, view: InstanceView, cluster: ClusterView) -> float:
+        """Seconds of prefilling what is queued on `view`, and then the request: in few long passes that rows wait for,
+        or where `decode_chunk` makes them short, in many that rows ride in."""
+        most = self._most(view)
+        if most in (0, view.spec.max_chunk):
+            return predict.work_s(ask, view, cluster.traffic)
+        return self._passes(ask, view) * view.latency.iteration_s(view.spec, view.load.beside((most, 0)))
+
+    def _passes(self, ask: Ask, view: InstanceView) -> int:
+        return -(-(view.pending_tokens + ask.context_tokens) // self._most(view))
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
         free = [view for view in decoders(cluster.instances) if view.room_for(ask)]

@@ -86,6 +86,14 @@ def test_a_prompt_that_will_be_late_is_told_so():
     assert place.reason.startswith("dynamic: too late, the earliest is 0->1 TTFT 20 ms")
 
 
+@pytest.mark.parametrize(("decode_chunk", "rows", "prefill"), [(5, 0, 1), (5, 2, 0), (2, 0, 0)])
+def test_short_chunks_on_decode_instances_make_a_prompt_late_there(decode_chunk, rows, prefill):
+    # Behind 5 tokens: 15 + 20 ms. In passes of 5 beside rows: 2 of 15 or 19 ms; in passes of 2: 5 of 12 ms.
+    cluster = Cluster([View(spec(0, Role.PREFILL), prefills=[Ask(7, 5)]), decoding([row()] * rows)])
+    cluster.traffic = Traffic(prompt_tokens=5)
+    assert chosen(cluster, Ask(context_tokens=10), decode_chunk=decode_chunk).prefill == prefill
+
+
 def test_without_chunks_on_decode_instances_it_is_disaggregated():
     cluster = Cluster(views(Role.PREFILL, Role.DECODE))
     cluster.instances[0].prefills = [Ask(7, 200)]
