@@ -36,7 +36,7 @@ PROMPTS = absl_flags.DEFINE_list(
 )
 REPEATS = absl_flags.DEFINE_integer("kv_repeats", 3, "Requests of each length and kind; medians count.", lower_bound=1)
 
-_CHUNK = 256
+CHUNK = 256
 
 
 class Apart:
@@ -240,7 +240,7 @@ def picture(known: profile.Profile, path: Path) -> None:
 def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
-    policy, chunk = Apart(), absl_flags.FLAGS["prefill_chunk"].value or _CHUNK
+    policy, chunk = Apart(), absl_flags.FLAGS["prefill_chunk"].value or CHUNK
     config = flags.build_config(
         scheduler=policy, prefill_chunk=chunk, decode_chunk=chunk, warmup=False, correct=False, profile=""
     )
