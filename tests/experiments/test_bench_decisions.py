@@ -2,7 +2,7 @@
 
 import pytest
 
-from pdjax.experiments.bench_decisions import decisions
+from pdjax.experiments.decision_times import decisions
 from pdjax.schedulers import SCHEDULERS
 
 
