@@ -1,12 +1,14 @@
 """Splitwise's clusters, slowdowns, searches and transfers, on lengths of its own."""
 
+import json
 import math
 
 import pytest
 
-from pdjax.experiments.papers import splitwise_cost
+from pdjax.experiments import reproduce
+from pdjax.experiments.papers import splitwise, splitwise_cost
 from pdjax.experiments.papers.outcome import Setup
-from pdjax.experiments.papers.splitwise import CLUSTERS, run
+from pdjax.experiments.papers.splitwise import CLUSTERS
 from pdjax.experiments.papers.splitwise_clusters import (
     LIMITS,
     Case,
@@ -132,7 +134,7 @@ def test_requests_without_tokens_are_left_out_of_a_trace(tmp_path):
 
 def test_without_a_data_folder_it_is_told_so():
     with pytest.raises(ValueError, match="data is not given"):
-        run(Setup(None, True, 0, print))
+        splitwise.run(Setup(None, True, 0, print))
 
 
 # --- searches -------------------------------------------------------------------------------------------------------
@@ -176,3 +178,25 @@ def test_kv_as_a_whole_is_waited_for_and_layer_by_layer_all_but_the_last_layer_i
     assert whole.visible_ms == pytest.approx(1e3 * seconds)
     assert layers.visible_ms == pytest.approx(1e3 * seconds / 70)
     assert whole.second_token == pytest.approx(1e3 * seconds / 48.76)
+
+
+# --- the whole ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow  # some thirty simulations
+def test_a_quick_run_has_rows_a_summary_and_a_picture(tmp_path, monkeypatch):
+    pytest.importorskip("matplotlib")
+    (tmp_path / "azure").mkdir()
+    for name in ("conv", "code"):
+        path = tmp_path / "azure" / f"AzureLLMInferenceTrace_{name}.csv"
+        path.write_text("TIMESTAMP,ContextTokens,GeneratedTokens\n0,512,9\n1,1500,20\n2,4000,30\n")
+    monkeypatch.setattr(splitwise, "QUICK_S", 0.5)
+    monkeypatch.setattr(splitwise, "QUICK_TOLERANCE", 0.5)
+    said = []
+    outcome = splitwise.run(Setup(tmp_path, True, 0, said.append))
+    assert len(said) == len(outcome.summary["splitwise"]) == 8
+    assert {row.what for row in outcome.rows if row.reached} >= {"what the user waits for"}
+    json.dumps([reproduce.entry(row) for row in outcome.rows] + outcome.summary["splitwise"], allow_nan=False)
+    assert outcome.plot is not None
+    outcome.plot(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
