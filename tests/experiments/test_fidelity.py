@@ -1,0 +1,130 @@
+"""Real and simulated runs side by side: errors by hand, which points count, and runs whose real side is a second
+simulation."""
+
+import dataclasses
+
+import pytest
+
+from pdjax import metrics
+from pdjax.config import EngineConfig
+from pdjax.experiments import fidelity, fidelity_tables
+from pdjax.experiments.fidelity_tables import Point, Side
+from pdjax.experiments.virtual import Virtual
+from pdjax.latency import LatencyModel
+from pdjax.models.presets import PRESETS
+
+# 10 ms per pass, 1 ms per prompt token, 2 ms per row.
+MODEL = LatencyModel((0.01, 0.001, 0.0, 0.002, 0.0, 0.0))
+CONFIG = EngineConfig(model="tiny", scheduler="colocated", max_model_len=512, prefill_chunk=64)
+VIRTUAL = Virtual(CONFIG, PRESETS["tiny"], lambda spec: MODEL)
+PLAN = fidelity.course(VIRTUAL, "uniform:32-96,4-12", count=30, seed=0, extra=2)
+
+
+def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Side:
+    return Side((True,) * met + (False,) * (of - met), (ttft, 2 * ttft), (tpot, 2 * tpot))
+
+
+def point(real: int, simulated: int, scheduler: str = "colocated") -> Point:
+    return Point(scheduler, 1.0, side(real), side(simulated), simulated / 100)
+
+
+def test_errors_are_points_of_attainment() -> None:
+    assert point(70, 66).error == pytest.approx(-4)
+    mean, largest = fidelity_tables.errors([point(70, 66), point(50, 52), point(90, 90)]) or (0, 0)
+    assert (mean, largest) == (pytest.approx(2), pytest.approx(4))
+
+
+@pytest.mark.parametrize(
+    ("real", "simulated", "counts"), [(99, 97, False), (99, 60, True), (60, 99, True), (10, 20, False), (95, 99, True)]
+)
+def test_a_point_counts_where_one_of_both_sides_is_in_the_band(real: int, simulated: int, counts: bool) -> None:
+    assert point(real, simulated).counts is counts
+
+
+def test_without_a_point_that_counts_there_is_no_error() -> None:
+    found = fidelity_tables.summary([point(99, 100)], needed=1)
+    assert found["mean_abs_error_points"] is None and not found["ok"]
+    assert "other rates" in fidelity_tables.verdict(found)
+
+
+def test_both_bars_and_enough_points_are_needed() -> None:
+    good = [point(90, 88), point(70, 72), point(50, 50)]
+    assert fidelity_tables.summary(good, needed=3)["ok"]
+    few = fidelity_tables.summary(good, needed=4)
+    assert not few["ok"] and "too few points" in fidelity_tables.verdict(few)
+    assert not fidelity_tables.summary([*good, point(60, 51)], needed=3)["ok"]  # 9 points at most
+    assert not fidelity_tables.summary([point(90, 86), point(70, 66), point(50, 46)], needed=3)["ok"]  # 4 in the mean
+
+
+def test_requests_are_judged_alike_one_by_one() -> None:
+    half = dataclasses.replace(point(2, 2), real=Side((True, False, True, False), (1, 1), (1, 1)))
+    assert dataclasses.replace(half, simulated=Side((True, True, False, False), (1, 1), (1, 1))).alike == 0.5
+
+
+def test_percentiles_are_compared_relative_to_real_ones() -> None:
+    slow = Point("colocated", 1.0, side(50, ttft=100.0, tpot=10.0), side(50, ttft=110.0, tpot=9.0), 0.5)
+    found = fidelity_tables.latency_errors([slow])
+    assert found["ttft_ms_p50"] == pytest.approx(0.1) and found["tpot_ms_p90"] == pytest.approx(0.1)
+
+
+def test_the_table_shows_both_sides() -> None:
+    table = fidelity_tables.table([point(70, 66), point(99, 98)], slowness=1.03)
+    cells = [list(column.cells) for column in table.columns]
+    assert cells[2] == ["70.0 / 66.0", "99.0 / 98.0"]
+    assert cells[3] == ["-4.0", "(-1.0)"]  # in brackets: does not count
+
+
+def test_where_all_real_attainments_lie_on_one_side_another_rate_is_tried() -> None:
+    assert fidelity.another([(1.0, side(98)), (2.0, side(97))]) == pytest.approx(2.0 * fidelity.STEP)
+    assert fidelity.another([(1.0, side(20)), (2.0, side(10))]) == pytest.approx(1.0 / fidelity.STEP)
+    between = fidelity.another([(1.0, side(98)), (2.0, side(10))])
+    assert 1.0 < between < 2.0
+
+
+def test_limits_are_multiples_of_what_an_idle_instance_takes() -> None:
+    assert PLAN.slo.ttft_ms == pytest.approx(1e3 * fidelity.LIMITS.ttft * (0.01 + 64 * 0.001))
+    assert PLAN.slo.tpot_ms == pytest.approx(1e3 * fidelity.LIMITS.tpot * (0.01 + 8 * 0.002))  # 6 rows are padded to 8
+
+
+@pytest.mark.parametrize("scheduler", fidelity.COMPARED)
+def test_the_same_latencies_give_the_same_attainment(scheduler: str) -> None:
+    config = dataclasses.replace(CONFIG, scheduler=scheduler)
+    (found,) = fidelity.compare(
+        dataclasses.replace(PLAN, extra=0), config, [5.0], fidelity.in_virtual_time(VIRTUAL, config)
+    )
+    assert found.real == found.simulated and found.alike == 1.0
+
+
+def test_slower_engines_are_seen_in_every_number() -> None:
+    slow = fidelity.in_virtual_time(fidelity.slowed(VIRTUAL, 1.5), CONFIG)
+    (found,) = fidelity.compare(dataclasses.replace(PLAN, extra=0), CONFIG, [8.0], slow)
+    assert found.error > 0
+    assert found.real.ttft_ms > found.simulated.ttft_ms and found.real.tpot_ms > found.simulated.tpot_ms
+
+
+def test_rates_are_those_of_the_targets() -> None:
+    chosen, seconds = fidelity.rates(PLAN, CONFIG)
+    play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
+    assert chosen == sorted(chosen) and seconds > 0
+    for rate, target in zip(chosen, fidelity.TARGETS, strict=True):
+        records = play("", PLAN.workload(rate))
+        assert sum(metrics.met(record) for record in records) / len(records) == pytest.approx(target, abs=0.12)
+
+
+def test_more_rates_are_played_until_enough_real_attainments_are_in_the_band() -> None:
+    fast = fidelity.in_virtual_time(fidelity.slowed(VIRTUAL, 0.1), CONFIG)
+    found = fidelity.compare(PLAN, CONFIG, [1.0], fast)
+    assert [one.rate for one in found] == [1.0, 1.25, 1.56]  # `extra` more, each beyond those before
+
+
+def test_other_instances_than_the_simulated_ones_are_told() -> None:
+    mine = VIRTUAL.specs(fidelity.build.scheduler_of(CONFIG))
+    fidelity.same_instances(mine, [dataclasses.replace(spec, ranks=(1,)) for spec in mine])
+    with pytest.raises(RuntimeError, match="other instances"):
+        fidelity.same_instances(mine, [dataclasses.replace(spec, max_rows=3) for spec in mine])
+
+
+def test_a_picture_is_drawn(tmp_path) -> None:
+    pytest.importorskip("matplotlib")
+    fidelity_tables.scatter([point(70, 66), point(50, 45, "dynamic")], tmp_path / "fidelity.png")
+    assert (tmp_path / "fidelity.png").stat().st_size > 1000
