@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from pdjax.handle import Handle as Handle
     from pdjax.handle import Placement as Placement
     from pdjax.handle import Result as Result
+    from pdjax.planning.planner import plan as plan
     from pdjax.report import Report as Report
     from pdjax.request import SLO as SLO
     from pdjax.request import SamplingParams as SamplingParams
@@ -41,6 +42,7 @@ _HOMES = {
     "SamplingParams": "pdjax.request",
     "Warmup": "pdjax.build",
     "Workload": "pdjax.workload",
+    "plan": "pdjax.planning.planner",
 }
 __all__ = list(_HOMES)
 

@@ -1,0 +1,315 @@
+"""The order in which clusters are tried: stocks and a mix enter, the clusters that were played and what came of them
+leave. Called by `pdjax.planning.planner`.
+
+First single instances, of all sizes: as prefill, as decode, and as colocated instances. Then clusters of those that
+carry most for what they cost. Of each kind the most hopeful are played first, and none that by a bound in closed form
+reaches far less than the best so far.
+"""
+
+import concurrent.futures
+import dataclasses
+import multiprocessing
+from collections.abc import Callable, Hashable, Iterable, Sequence
+
+from pdjax.fleet import Pool
+from pdjax.messages import Role
+from pdjax.planning import bounds, clusters
+from pdjax.planning.clusters import Cluster, Part, Shape
+from pdjax.planning.mix import Mix
+from pdjax.planning.stock import Stock
+from pdjax.planning.trial import Found, Phase, Task, find
+
+Progress = Callable[[int, int, str], None]  # done, total, what
+
+COLOCATED = ("colocated", "colocated_chunked")
+JUDGED: dict[Phase, int] = {"prefill": 1000, "decode": 120, "both": 150}  # requests of a run of an instance
+JUDGED_CLUSTER = 300
+JUDGED_BEST = 1000  # of those that come out first
+RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 6, 5
+WORTH = 0.7  # of the best of its kind per cost: instances that carry less win by no rounding either
+CLOSE = 0.85  # of the best cluster: first runs are off by less, so that only these are played again, for longer
+AGAIN = 2  # clusters of a kind, at most
+HOPE = 1.3  # times its estimate: what a cluster may reach, since queues that are shared are shorter
+KEPT = 3  # sizes of instances of a kind and stock that clusters are made of
+PLAYED = {"colocated": 2, "colocated_chunked": 2, "splits": 5, "units": 3, "dynamic": 1}  # clusters of a kind
+SLIDERS = ((2048, 256), (2048, 1024))  # TaiChi's S_P and S_D for dynamic, beside what instances take
+
+
+@dataclasses.dataclass(frozen=True)
+class Played:
+    """A cluster and its goodput. `kind`: one of PLAYED. `judged`: requests of each run."""
+
+    kind: str
+    cluster: Cluster
+    found: Found
+    judged: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Outcome:
+    """What a search found.
+
+    Attributes:
+        phases: of each phase, the goodput of single instances that were played.
+        played: clusters, in no order.
+        splits: every P:D split of the instances that the best of them is made of, whether it was played or not.
+    """
+
+    phases: dict[str, dict[Shape, Found]]
+    played: tuple[Played, ...]
+    splits: tuple[Cluster, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Job:
+    """Something to play. `hope`: goodput per cost that it may reach; `worth`: of the best of its kind that it must
+    promise to be played."""
+
+    kind: Hashable
+    key: Hashable
+    task: Task
+    hope: float
+    cost: float
+    worth: float
+
+
+class Workers:
+    """Plays jobs on several cores, most hopeful first.
+
+    Args:
+        count: processes; 1: this one.
+        progress: told after every job.
+    """
+
+    def __init__(self, count: int, progress: Progress | None = None) -> None:
+        self._count = count
+        self._progress = progress or (lambda done, total, what: None)
+        self._done = self._total = 0
+        self._pool: concurrent.futures.Executor | None = None
+
+    def __enter__(self) -> "Workers":
+        if self._count > 1:
+            # Not forked: whoever plans may have threads, JAX's among them.
+            context = multiprocessing.get_context("spawn")
+            self._pool = concurrent.futures.ProcessPoolExecutor(self._count, mp_context=context)
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        if self._pool is not None:
+            self._pool.shutdown(cancel_futures=True)
+
+    def play(self, jobs: Iterable[_Job], what: str) -> dict[Hashable, Found]:
+        """What came of the jobs that were worth it, by their keys."""
+        waiting = _in_order(jobs)
+        self._total += len(waiting)
+        best: dict[Hashable, float] = {}
+        results: dict[Hashable, Found] = {}
+
+        def took(job: _Job, found: Found) -> None:
+            results[job.key] = found
+            best[job.kind] = max(best.get(job.kind, 0.0), found.rate / job.cost)
+            self._step(what)
+
+        running: dict[concurrent.futures.Future[Found], _Job] = {}
+        while waiting or running:
+            while waiting and len(running) < self._count:
+                job = waiting.pop(0)
+                if job.hope < job.worth * best.get(job.kind, 0.0):
+                    self._step(what)
+                elif self._pool is None:
+                    took(job, find(job.task))
+                else:
+                    running[self._pool.submit(find, job.task)] = job
+            done, _ = concurrent.futures.wait(running, return_when=concurrent.futures.FIRST_COMPLETED)
+            for future in done:
+                took(running.pop(future), future.result())
+        return results
+
+    def _step(self, what: str) -> None:
+        self._done += 1
+        self._progress(self._done, self._total, what)
+
+
+def _in_order(jobs: Iterable[_Job]) -> list[_Job]:
+    """By hope, relative to the most hopeful of their kind."""
+    made = list(jobs)
+    most: dict[Hashable, float] = {}
+    for job in made:
+        most[job.kind] = max(most.get(job.kind, 0.0), job.hope)
+    return sorted(made, key=lambda job: -job.hope / most[job.kind])
+
+
+def search(
+    stocks: Sequence[Stock],
+    mix: Mix,
+    rate: float | None,
+    by: str,
+    workers: Workers,
+    compare: Sequence[tuple[int, int]] = (),
+) -> Outcome:
+    """Looks for the cluster with the highest goodput per cost. Arguments as for `pdjax.planning.planner.plan`."""
+    with workers:
+        found = clusters.shapes(stocks, mix)
+        phases = _phases(found, mix, by, workers)
+        rates = {name: _kept(phases[name], by) for name in phases}
+        splits = list(clusters.splits(rates["prefill"], rates["decode"], rate))
+        jobs: list[tuple[str, Cluster]] = []
+        for policy in COLOCATED:
+            jobs += _top(policy, clusters.colocated(policy, rates[policy], rate), rate, by)
+        jobs += _top("splits", splits, rate, by)
+        asked = [cluster for cluster in splits if cluster.counts in compare]
+        jobs += [("splits", one) for pair in compare if (one := _best_of(asked, pair, rate, by)) is not None]
+        if any(stock.devices > stock.node_devices for stock in stocks):
+            jobs += _top("units", clusters.units(rates["prefill"], rates["decode"], rate), rate, by)
+        jobs += _dynamic(jobs)
+        played = _clusters(list(dict.fromkeys(jobs)), mix, by, workers, compare)
+        played = _again(played, mix, rate, by, workers)
+    return Outcome(phases, tuple(played), tuple(_like(splits, jobs)))
+
+
+def _phases(found: Sequence[Shape], mix: Mix, by: str, workers: Workers) -> dict[str, dict[Shape, Found]]:
+    """Goodputs of single instances, by phase or colocated policy."""
+    kinds: list[tuple[str, str, Phase, Role, Callable[[Pool, Mix], float], Callable[[Pool, Mix], float], float]] = [
+        ("prefill", "disaggregated", "prefill", Role.PREFILL, bounds.prefill_rate, bounds.prefill_guess, 1.0),
+        ("decode", "disaggregated", "decode", Role.DECODE, bounds.decode_rate, bounds.decode_rate, 0.9),
+    ]
+    kinds += [(policy, policy, "both", Role.MIXED, bounds.mixed_rate, bounds.mixed_rate, 0.7) for policy in COLOCATED]
+    jobs = []
+    for name, policy, phase, role, bound, guess, part in kinds:
+        for shape in found:
+            most = bound(shape.pool, mix)
+            if not most:
+                continue
+            cost = _cost(shape, by)
+            pools = (dataclasses.replace(shape.pool, role=role),)
+            rate = part * guess(shape.pool, mix)
+            task = Task(policy, pools, mix, phase, rate, JUDGED[phase], max_runs=RUNS_INSTANCE)
+            jobs.append(_Job((name, shape.stock.name), (name, shape), task, most / cost, cost, WORTH))
+    results = workers.play(jobs, "instances")
+    return {name: {shape: results[name, shape] for shape in found if (name, shape) in results} for name, *_ in kinds}
+
+
+def _cost(shape: Shape, by: str) -> float:
+    return shape.devices * (shape.stock.price_per_hour if by == "dollar" else 1.0)
+
+
+def _kept(phase: dict[Shape, Found], by: str) -> dict[Shape, float]:
+    """The goodput of those that clusters are made of."""
+    kept: dict[Shape, float] = {}
+    for stock in {shape.stock.name for shape in phase}:
+        rates = {shape: one.rate for shape, one in phase.items() if shape.stock.name == stock and one.rate}
+        best = sorted(rates, key=lambda shape: -rates[shape] / _cost(shape, by))[:KEPT]
+        kept |= {
+            shape: rates[shape] for shape in best if rates[shape] / _cost(shape, by) >= WORTH * _first(rates, best, by)
+        }
+    return kept
+
+
+def _first(rates: dict[Shape, float], best: Sequence[Shape], by: str) -> float:
+    return rates[best[0]] / _cost(best[0], by)
+
+
+def value(goodput: float, cluster: Cluster, rate: float | None, by: str) -> float:
+    """What counts: the rate that is served, no more than is asked for, for what the cluster costs."""
+    return min(goodput, rate or goodput) / cluster.cost(by)
+
+
+def _promise(cluster: Cluster, rate: float | None, by: str) -> tuple[bool, float]:
+    return cluster.estimate >= (rate or 0.0), value(cluster.estimate, cluster, rate, by)
+
+
+def _top(kind: str, made: Iterable[Cluster], rate: float | None, by: str) -> list[tuple[str, Cluster]]:
+    """Those that promise most: first who carries the rate."""
+    best = sorted(made, key=lambda cluster: _promise(cluster, rate, by), reverse=True)
+    return [(kind, cluster) for cluster in best[: PLAYED[kind]]]
+
+
+def _best_of(made: Sequence[Cluster], counts: tuple[int, int], rate: float | None, by: str) -> Cluster | None:
+    """Of the clusters with so many instances the most promising."""
+    found = [cluster for cluster in made if cluster.counts == counts]
+    return max(found, key=lambda cluster: _promise(cluster, rate, by), default=None)
+
+
+def _dynamic(jobs: Sequence[tuple[str, Cluster]]) -> list[tuple[str, Cluster]]:
+    """The most promising split, with all instances able to do both and roles that move, and several sliders. Where no
+    split promises anything, half of the best colocated instances begin as decode ones."""
+    for kind, cluster in sorted(jobs, key=lambda job: job[0] != "splits"):
+        parts = cluster.parts
+        if kind in COLOCATED:
+            (whole,) = parts
+            if whole.count < 2:
+                continue
+            half = whole.count // 2
+            parts = (
+                Part(Role.PREFILL, whole.shape, whole.count - half),
+                Part(Role.DECODE, whole.shape, half),
+            )
+        estimate = max([one.estimate for _, one in jobs if one.devices == cluster.devices])
+        return [("dynamic", Cluster("dynamic", parts, estimate, chunks=chunks)) for chunks in (None, *SLIDERS)]
+    return []
+
+
+def _clusters(
+    jobs: Sequence[tuple[str, Cluster]], mix: Mix, by: str, workers: Workers, compare: Sequence[tuple[int, int]]
+) -> list[Played]:
+    """Plays clusters as a whole, judged on all limits."""
+    made = []
+    for kind, cluster in jobs:
+        guess = 0.9 * cluster.estimate / cluster.groups
+        task = Task(cluster.policy, cluster.pools, mix, "both", guess, JUDGED_CLUSTER, cluster.network(), RUNS_CLUSTER)
+        asked = kind == "splits" and cluster.counts in compare
+        hope, cost = HOPE * cluster.estimate / cluster.cost(by), cluster.cost(by) / cluster.groups
+        made.append(_Job(kind, (kind, cluster), task, hope, cost, 0.0 if asked else 1.0))
+    results = workers.play(made, "clusters")
+    return [
+        Played(kind, cluster, _whole(results[kind, cluster], cluster), JUDGED_CLUSTER)
+        for kind, cluster in jobs
+        if (kind, cluster) in results
+    ]
+
+
+def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, workers: Workers) -> list[Played]:
+    """The best of each kind for longer, in the place of their first runs."""
+    worth = {id(one): value(one.found.rate, one.cluster, rate, by) for one in played}
+    best = max(worth.values(), default=0.0)
+    chosen: dict[str, list[Played]] = {}
+    for one in sorted(played, key=lambda one: -worth[id(one)]):
+        if best and worth[id(one)] >= CLOSE * best and len(chosen.setdefault(one.kind, [])) < AGAIN:
+            chosen[one.kind].append(one)
+    made = []
+    for kind, several in chosen.items():
+        for one in several:
+            cluster, guess = one.cluster, one.found.rate / one.cluster.groups
+            task = Task(
+                cluster.policy,
+                cluster.pools,
+                mix,
+                "both",
+                guess,
+                JUDGED_BEST,
+                cluster.network(),
+                RUNS_BEST,
+                factor=1.1,
+            )
+            made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
+    results = workers.play(made, "the best clusters")
+    return [
+        dataclasses.replace(one, found=_whole(results[id(one)], one.cluster), judged=JUDGED_BEST)
+        if id(one) in results
+        else one
+        for one in played
+    ]
+
+
+def _whole(found: Found, cluster: Cluster) -> Found:
+    """Of all groups."""
+    return dataclasses.replace(found, rate=cluster.groups * found.rate)
+
+
+def _like(splits: Sequence[Cluster], jobs: Sequence[tuple[str, Cluster]]) -> list[Cluster]:
+    """All splits of the instances that the most promising one is made of."""
+    best = next((cluster for kind, cluster in jobs if kind == "splits"), None)
+    if best is None:
+        return []
+    sizes = [part.shape for part in best.parts]
+    return [cluster for cluster in splits if [part.shape for part in cluster.parts] == sizes]
