@@ -35,9 +35,11 @@ class Phases:
         """Of a cluster by its name, requests per second in all."""
         runs: list[list[Trial]] = []
         for seed in self.seeds:
-            runs.append(
-                search(lambda rate, seed=seed: self._run(which, rate, seed).trial(slo, 1), guess, tolerance=0.04)
-            )
+
+            def run(rate: float, seed: int = seed) -> Trial:
+                return self._run(which, rate, seed).trial(slo, 1)
+
+            runs.append(search(run, guess, tolerance=0.04))
         return mean(runs)
 
     @cache  # noqa: B019  lives as long as the figure is computed
