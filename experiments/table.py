@@ -81,6 +81,7 @@ _ROWS: tuple[tuple[str, Callable[[Run], str]], ...] = (
     ("TPOT p50 / p95, ms", _percentiles("tpot_ms", "p50", "p95")),
     ("longest gap p50 / max, ms", _percentiles("max_itl_ms", "p50", "max")),
     ("E2E p50 / p99, ms", _percentiles("e2e_ms", "p50", "p99")),
+    ("role flips, rows moved", lambda run: f"{len(run['flips'])}, {run['moves']}"),
     ("KV moved, requests", lambda run: str(run["kv_transfer"]["count"])),
     ("KV moved, MB", lambda run: _number(run["kv_transfer"]["bytes"] / 1e6)),
     ("KV moving p50 / max, ms", lambda run: _percentiles("ms", "p50", "max")(run["kv_transfer"])),

@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import random
 import subprocess
 import sys
 
@@ -11,8 +12,12 @@ from pdjax import eventlog, rerun
 from pdjax.eventlog import EventLog, Header
 from pdjax.experiments import replay_events
 from pdjax.latency import LatencyModel
-from pdjax.schedulers import Disaggregated
-from pdjax.testing import Collector, World
+from pdjax.messages import Role
+from pdjax.request import SLO, Request, SamplingParams, SLOClass
+from pdjax.schedulers import SCHEDULERS, Disaggregated
+from pdjax.schedulers.admission import guarded
+from pdjax.simulated import Timing
+from pdjax.testing import Collector, World, spec
 from tests.worlds import crowd, specs
 
 
@@ -57,6 +62,55 @@ def test_the_simulation_of_a_simulated_run_ends_at_the_same_time(path):
     assert again.duration_s == pytest.approx(recorded.duration_s)
     for simulated, record in zip(again.records, recorded.records, strict=True):
         assert simulated.timeline.token_s == pytest.approx([t - recorded.start_s for t in record.timeline.token_s])
+
+
+@pytest.fixture(scope="module")
+def busy(tmp_path_factory):
+    """A log of two classes, of which some are degraded and some rejected, while `dynamic` changes a role."""
+    file = tmp_path_factory.mktemp("busy") / "events.jsonl"
+    sizes = {"num_pages": 400, "max_rows": 8}
+    instances = [spec(index, Role.PREFILL if index < 2 else Role.DECODE, **sizes) for index in range(3)]
+    model = LatencyModel((0.01, 0.001, 0.0, 0.002, 0.0, 0.0))
+    log = EventLog(file, Collector())
+    log.begin(Header("dynamic", 1, tuple(instances), (model,) * 3, 60.0, admission=True))
+    policy = guarded(SCHEDULERS["dynamic"](1), admission=True, drop_late=False)
+    w = World(instances, policy, model, machine=lambda _: Timing(), sink=log)
+    inner, handle = w.controller, w.controller.handle
+    inner.handle = lambda event, now: log.handle(_Plain(handle), event, now)
+    chat, batch = SLO(ttft_ms=60.0, tpot_ms=40.0), SLO(e2e_ms=60_000.0)
+    laxer = (SLOClass("batch", batch),)
+    draw, at_s = random.Random(0), 0.0
+    for number in range(120):
+        of = {"slo": chat, "slo_class": "chat"} if number % 2 else {"slo": batch, "slo_class": "batch"}
+        of["laxer"] = laxer if number % 4 == 1 else ()
+        prompt, tokens = tuple(range(draw.randint(8, 16))), draw.randint(20, 40)
+        w.add(Request(number, prompt, SamplingParams(max_tokens=tokens), arrival_s=at_s, **of))
+        at_s += draw.expovariate(20)
+    while w.step():
+        pass
+    log.close()
+    return eventlog.read(file)
+
+
+def test_classes_admission_and_flips_are_replayed_and_simulated_as_recorded(busy):
+    runs = replay_events.compare(busy, "dynamic")
+    assert replay_events.check(busy)[1]
+    assert list(runs) == ["dynamic + admission, recorded", "dynamic + admission, simulated"]
+    recorded, simulated = (run.summary() for run in runs.values())
+    assert recorded["flips"] and recorded["degraded"] and recorded["rejected"]
+    seconds = {"seconds": pytest.approx(recorded["flips"][0]["seconds"])}
+    assert simulated["flips"] == [recorded["flips"][0] | seconds]
+    for name in ("degraded", "rejected", "slo_attainment", "by_class"):
+        assert simulated[name] == recorded[name]
+    assert simulated["ttft_ms"] == pytest.approx(recorded["ttft_ms"])
+
+
+def test_another_policy_has_the_admission_that_was_recorded_unless_it_is_told_otherwise(busy):
+    runs = replay_events.compare(busy, "disaggregated")
+    assert list(runs)[2] == "disaggregated + admission, simulated"
+    assert {record.slo_class for record in runs["disaggregated + admission, simulated"].records} == {"chat", "batch"}
+    free = replay_events.compare(busy, "dynamic", admission=False)["dynamic, simulated"]
+    assert not free.summary()["rejected"]
 
 
 def test_an_unknown_policy_is_refused(path):
