@@ -1,14 +1,17 @@
-"""Files of requests: a path enters, rows of lengths or prompts leave. Called by `pdjax.workload`.
+"""Files of requests: a path enters, rows of lengths or prompts leave. Called by `pdjax.workload`, and for long traces
+by users who simulate (`Stream`).
 
 Length files are CSV with a header, or JSON lines; the columns of a few public traces are known by name. A timestamp is
 a number of seconds or a date and time (Mooncake: milliseconds); only differences matter, so epoch and zero-based ones
-give the same replay.
+give the same replay. What is wrong with a row is said with its line; rows that cannot be served (no prompt, no answer)
+are read, and skipped and counted by who plays them.
 """
 
 import contextlib
 import csv
 import dataclasses
 import datetime
+import itertools
 import json
 import math
 from collections.abc import Iterator, Mapping
@@ -45,25 +48,13 @@ class Prompt:
 
 
 def read_csv(path: Path, *, timed: bool) -> list[Row]:
-    """Rows of a CSV file, in the order of the file.
+    """Rows of a CSV file, in the order of the file. Blank lines are no rows.
 
     Raises:
-        ValueError: no such file, it is not CSV in UTF-8, a column is missing, or a cell is not what its column says.
+        ValueError: no such file, it is not CSV in UTF-8, it is empty, a column is missing, or a cell is not what its
+            column says; with its line, but where the file is not text.
     """
-    with _open(path) as file:
-        reader = csv.DictReader(file)
-        columns = [name.strip() for name in reader.fieldnames or ()]
-        reader.fieldnames = columns
-        inputs, outputs = _column(path, columns, INPUT_COLUMNS), _column(path, columns, OUTPUT_COLUMNS)
-        times = _column(path, columns, TIME_COLUMNS) if timed else None
-        return [
-            Row(
-                _count(row[inputs], inputs, f"{path}:{reader.line_num}"),
-                _count(row[outputs], outputs, f"{path}:{reader.line_num}"),
-                _seconds(row[times], times, f"{path}:{reader.line_num}") if times else None,
-            )
-            for row in reader
-        ]
+    return [row for _, row in _csv_rows(path, timed=timed)]
 
 
 def read_mooncake(path: Path) -> list[Row]:
@@ -72,7 +63,97 @@ def read_mooncake(path: Path) -> list[Row]:
     Raises:
         ValueError: no such file, or a line that lacks a key or has a value of another kind.
     """
-    rows = []
+    return [row for _, row in _mooncake_rows(path)]
+
+
+class Stream:
+    """A trace of any length for `pdjax.simulation`: its file is read while its requests arrive.
+
+        trace = traces.Stream("azure:AzureLLMInferenceTrace_conv.csv")
+        report = simulate(fleet, asks(trace.lengths, trace.arrivals_s, slo), policy)
+
+    Rows without a prompt or an answer are skipped. Each of the two iterators can be read once, both side by side.
+
+    Args:
+        kind: azure:FILE or mooncake:FILE, as of a workload.
+        speed: how many times as quickly as in the trace requests come.
+
+    Attributes:
+        lengths: (tokens of the prompt, tokens of the answer) of each request.
+        arrivals_s: when each comes, the first at 0.
+        skipped: rows that were skipped up to now.
+
+    Raises:
+        ValueError: another kind or speed. While it is read: as `read_csv` and `read_mooncake`, and at a row that comes
+            before the one ahead of it, with its line.
+    """
+
+    def __init__(self, kind: str, speed: float = 1.0) -> None:
+        name, _, file = kind.partition(":")
+        if name not in ("azure", "mooncake") or not file:
+            raise ValueError(f"kind is {kind!r}; allowed for a trace: azure:FILE, mooncake:FILE")
+        if not 0 < speed < math.inf:
+            raise ValueError(f"speed is {speed!r}; allowed: a number > 0")
+        self.skipped = 0
+        path = Path(file)
+        rows = _mooncake_rows(path) if name == "mooncake" else _csv_rows(path, timed=True)
+        one, other = itertools.tee(self._usable(rows))  # read side by side, they hold no more than a row
+        self.lengths: Iterator[tuple[int, int]] = ((row.input_tokens, row.output_tokens) for _, row in one)
+        self.arrivals_s: Iterator[float] = (time_s / speed for time_s, _ in other)
+
+    def _usable(self, rows: Iterator[tuple[str, Row]]) -> Iterator[tuple[float, Row]]:
+        first_s, last_s = None, -math.inf
+        for where, row in rows:
+            time_s = row.time_s or 0.0
+            if time_s < last_s:
+                raise ValueError(
+                    f"workload: {where}: its time is {last_s - time_s:g} s before that of the row ahead of it; allowed "
+                    "where rows are streamed: rows in order of time"
+                )
+            last_s = time_s
+            if not row.input_tokens or not row.output_tokens:
+                self.skipped += 1
+                continue
+            first_s = time_s if first_s is None else first_s
+            yield time_s - first_s, row
+
+
+def _csv_rows(path: Path, *, timed: bool) -> Iterator[tuple[str, Row]]:
+    """(place, row) one by one."""
+    with _open(path) as file:
+        reader = csv.reader(file, skipinitialspace=True, strict=True)
+        try:
+            header = next((cells for cells in reader if any(map(str.strip, cells))), None)
+            if header is None:
+                raise ValueError(f"workload: {path} is empty; allowed: a CSV file with a header")
+            columns = [name.strip() for name in header]
+            where = f"{path}:{reader.line_num}"
+            inputs, outputs = _column(where, columns, INPUT_COLUMNS), _column(where, columns, OUTPUT_COLUMNS)
+            times = _column(where, columns, TIME_COLUMNS) if timed else None
+            for cells in reader:
+                if not any(map(str.strip, cells)):
+                    continue
+                where = f"{path}:{reader.line_num}"
+                if len(cells) != len(columns):
+                    raise ValueError(
+                        f"workload: {where}: {len(cells)} cells; allowed: {len(columns)}, as in the header"
+                    )
+                yield (
+                    where,
+                    Row(
+                        _count(cells[inputs], columns[inputs], where),
+                        _count(cells[outputs], columns[outputs], where),
+                        None if times is None else _seconds(cells[times], columns[times], where),
+                    ),
+                )
+        except csv.Error as error:
+            raise ValueError(
+                f"workload: {path}:{reader.line_num}: not CSV ({error}); allowed: a CSV file with a header"
+            ) from None
+
+
+def _mooncake_rows(path: Path) -> Iterator[tuple[str, Row]]:
+    """(place, row) one by one."""
     for where, line in _json_lines(path):
         input_tokens = _count(_get(line, "input_length", where), "input_length", where)
         ids = line.get("hash_ids", [])
@@ -84,15 +165,9 @@ def read_mooncake(path: Path) -> list[Row]:
                 f"workload: {where}: hash_ids has {len(blocks)} entries; allowed: one for each {MOONCAKE_BLOCK} of "
                 f"{input_tokens} tokens"
             )
-        rows.append(
-            Row(
-                input_tokens,
-                _count(_get(line, "output_length", where), "output_length", where),
-                _seconds(_get(line, "timestamp", where), "timestamp", where) / 1e3,
-                blocks,
-            )
-        )
-    return rows
+        output_tokens = _count(_get(line, "output_length", where), "output_length", where)
+        time_s = _seconds(_get(line, "timestamp", where), "timestamp", where) / 1e3
+        yield where, Row(input_tokens, output_tokens, time_s, blocks)
 
 
 def read_prompts(path: Path) -> list[Prompt]:
@@ -137,8 +212,6 @@ def _open(path: Path) -> Iterator[TextIO]:
         raise ValueError(f"workload: cannot read {str(path)!r} ({error.strerror}); allowed: a readable file") from None
     except UnicodeDecodeError:
         raise ValueError(f"workload: {str(path)!r} is not UTF-8 text; allowed: a text file in UTF-8") from None
-    except csv.Error as error:
-        raise ValueError(f"workload: {str(path)!r} is not CSV ({error}); allowed: a CSV file with a header") from None
 
 
 def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -157,11 +230,12 @@ def _json_lines(path: Path) -> Iterator[tuple[str, Mapping[str, Any]]]:
             yield where, line
 
 
-def _column(path: Path, columns: list[str], allowed: tuple[str, ...]) -> str:
+def _column(where: str, columns: list[str], allowed: tuple[str, ...]) -> int:
+    """Its place among the columns."""
     for name in allowed:
         if name in columns:
-            return name
-    raise ValueError(f"workload: {path} has columns {columns}; allowed: one of them named {' or '.join(allowed)}")
+            return columns.index(name)
+    raise ValueError(f"workload: {where}: has columns {columns}; allowed: one of them named {' or '.join(allowed)}")
 
 
 def _get(line: Mapping[str, Any], key: str, where: str) -> Any:
@@ -173,7 +247,7 @@ def _get(line: Mapping[str, Any], key: str, where: str) -> Any:
 def _count(value: Any, field: str, where: str) -> int:
     try:
         count = int(value)
-        if count < 0 or count != float(value):
+        if isinstance(value, bool) or count < 0 or count != float(value):
             raise ValueError
     except (TypeError, ValueError, OverflowError):
         raise ValueError(f"workload: {where}: {field} is {short(value)}; allowed: a whole number >= 0") from None
@@ -182,13 +256,14 @@ def _count(value: Any, field: str, where: str) -> int:
 
 def _seconds(value: Any, field: str, where: str) -> float:
     try:
-        seconds = float(value)
+        seconds = math.nan if isinstance(value, bool) else float(value)
+        seconds = seconds if seconds >= 0 else math.nan
     except OverflowError:
         seconds = math.inf
     except (TypeError, ValueError):
         seconds = _timestamp(value)
     if not math.isfinite(seconds):
-        raise ValueError(f"workload: {where}: {field} is {short(value)}; allowed: a number, or a date and time")
+        raise ValueError(f"workload: {where}: {field} is {short(value)}; allowed: a number >= 0, or a date and time")
     return seconds
 
 

@@ -35,16 +35,15 @@ from pathlib import Path
 
 import numpy as np
 
-from pdjax import phases, traces
+from pdjax import arrivals, phases, traces
 from pdjax.checks import check_whole, is_number
 from pdjax.request import SLO, SamplingParams, SLOClass
 
 KINDS = (
     "chat, fixed:IN,OUT, uniform:LO-HI,LO-HI, lengths:FILE, azure:FILE, mooncake:FILE, prompts:FILE, phases:KIND@N;..."
 )
-ARRIVALS = "poisson, gamma:CV, uniform, trace, closed:N"
+ARRIVALS = arrivals.KINDS
 MAX_ARRIVAL_S = 1e6  # more than that no thread can wait for everywhere
-MAX_CV = 1e3  # of gamma gaps; beyond it, and below its inverse, draws are all zero or all equal
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -144,17 +143,17 @@ def parse(
         if not is_number(seconds):
             raise ValueError(f"{field} is {seconds!r}; allowed: seconds after the first row of a trace")
     drafts, times, notes = _READERS[name](source)
-    arrivals, clients, how = _arrivals(
+    arrivals_s, clients, how = arrivals.draw(
         arrival, rate, [draft.pace for draft in drafts], times, np.random.default_rng((seed, _ARRIVALS))
     )
-    if not arrivals[-1] <= MAX_ARRIVAL_S:  # NaN is no time either
+    if not arrivals_s[-1] <= MAX_ARRIVAL_S:  # NaN is no time either
         raise ValueError(
             f"rate is {rate!r} with arrival {arrival!r}: the last of {len(drafts)} requests comes after "
-            f"{arrivals[-1]:g} s; allowed: rates at which it comes within {MAX_ARRIVAL_S:.0f} s"
+            f"{arrivals_s[-1]:g} s; allowed: rates at which it comes within {MAX_ARRIVAL_S:.0f} s"
         )
     seeds = np.random.default_rng((seed, _SAMPLING)).integers(2**31, size=len(drafts)).tolist()
     items = []
-    for number, (draft, arrival_s) in enumerate(zip(drafts, arrivals, strict=True)):
+    for number, (draft, arrival_s) in enumerate(zip(drafts, arrivals_s, strict=True)):
         sampling = SamplingParams(
             max_tokens=draft.max_tokens,
             temperature=temperature,
@@ -333,54 +332,6 @@ def _trace_prompt(source: _Source, number: int, row: traces.Row, blocks: dict[in
             blocks[block] = rng.integers(source.vocab_size, size=traces.MOONCAKE_BLOCK).tolist()
         tokens += blocks[block]
     return tokens[: row.input_tokens]
-
-
-def _arrivals(
-    arrival: str, rate: float | None, paces: list[float], times: list[float] | None, rng: np.random.Generator
-) -> tuple[list[float], int | None, str]:
-    """(seconds, clients of a closed loop, how they come in words). `paces`: of the requests, relative to the rate."""
-    count = len(paces)
-    name, _, detail = arrival.partition(":")
-    if rate is not None and not rate > 0:
-        raise ValueError(f"rate is {rate!r}; allowed: requests per second > 0, or inf")
-    if name == "closed":
-        clients = int(_number(arrival, detail, whole=True))
-        if rate is not None:
-            raise ValueError(f"rate is {rate!r}; allowed with arrival {arrival!r}: none, the answers set the pace")
-        return [0.0] * count, clients, f"{clients} clients"
-    if name == "trace" and not detail:
-        if times is None:
-            raise ValueError(
-                "arrival is 'trace'; allowed with a workload without times: poisson, gamma:CV, uniform, closed:N"
-            )
-        own = (count - 1) / times[-1] if times[-1] > 0 else math.inf
-        stretch = 1.0 if rate is None else own / rate if math.isfinite(own) else 0.0
-        return [stretch * time for time in times], None, f"arriving as in the trace, intervals x {stretch:.3g}"
-    if name == "gamma":
-        variation = _number(arrival, detail)
-        if not 1 / MAX_CV <= variation <= MAX_CV:
-            raise ValueError(f"arrival is {arrival!r}; allowed: gamma:CV with CV from {1 / MAX_CV:g} to {MAX_CV:g}")
-    elif name in ("poisson", "uniform") and not detail:
-        variation = 1.0 if name == "poisson" else 0.0
-    else:
-        raise ValueError(f"arrival is {arrival!r}; allowed: {ARRIVALS}")
-    if rate is None:
-        raise ValueError(f"rate is None; allowed with arrival {arrival!r}: requests per second > 0, or inf")
-    # Gamma gaps of shape 1/CV^2 have that coefficient of variation; Poisson arrivals are the case of 1.
-    gaps = rng.gamma(variation**-2, variation**2, count - 1) if variation else np.ones(count - 1)
-    with np.errstate(over="ignore"):  # infinity is refused with all that comes too late
-        ends = np.cumsum(gaps / np.asarray(paces[1:])) / rate
-    return [0.0, *ends.tolist()], None, f"{arrival} arrivals, {rate:g}/s" if math.isfinite(rate) else "all at once"
-
-
-def _number(arrival: str, text: str, *, whole: bool = False) -> float:
-    try:
-        number = float(text)
-    except ValueError:
-        number = 0.0
-    if not 0 < number < math.inf or (whole and not number.is_integer()):
-        raise ValueError(f"arrival is {arrival!r}; allowed: {ARRIVALS}, with a number > 0")
-    return number
 
 
 def mean_lengths(kind: str) -> tuple[float, float]:

@@ -296,12 +296,15 @@ def test_a_mistake_is_refused_by_name(kind, options, message):
         (["TIMESTAMP,ContextTokens,GeneratedTokens"], r"no usable row in .* \(it has none\)"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,x,2"], r"csv:2: ContextTokens is 'x'; allowed: a whole number"),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,-1,2"], "ContextTokens is '-1'; allowed"),
-        (["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,2"], "TIMESTAMP is 'noon'; allowed: a number, or a date"),
+        (
+            ["TIMESTAMP,ContextTokens,GeneratedTokens", "noon,1,2"],
+            "csv:2: TIMESTAMP is 'noon'; allowed: a number >= 0, or",
+        ),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "nan,1,2"], "TIMESTAMP is 'nan'; allowed"),
-        (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,1"], "GeneratedTokens is None; allowed"),
+        (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,1"], "csv:2: 2 cells; allowed: 3"),
         (
             ["TIMESTAMP,ContextTokens,GeneratedTokens", "x" * 200_000],
-            r"csv' is not CSV \(field larger than field limit",
+            r"csv:2: not CSV \(field larger than field limit",
         ),
         (["TIMESTAMP,ContextTokens,GeneratedTokens", "0,999,2"], "1 rows above 1000 tokens dropped"),
     ],
