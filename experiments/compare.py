@@ -11,6 +11,7 @@ then runs around them are measured. With --simulate there are no engines and all
 import dataclasses
 import functools
 import importlib.util
+import json
 import math
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -46,7 +47,7 @@ SIMULATED = Effort(seeds=3, window_s=600, least=100, most=300, max_runs=12, tole
 # What is to say where to measure.
 PREDICTED = Effort(seeds=1, window_s=400, least=50, most=120, max_runs=8, tolerance=0.1)
 # A search begins at the predicted goodput: most find it between two neighbouring rates.
-MEASURED = Effort(seeds=3, window_s=75, least=30, most=50, max_runs=3, factor=1.25, tolerance=0.3)
+MEASURED = Effort(seeds=2, window_s=75, least=30, most=50, max_runs=3, factor=1.25, tolerance=0.3)
 QUICK = Effort(seeds=1, window_s=22, least=12, most=24, max_runs=2, factor=1.35, tolerance=0.4, budget_s=130)
 
 SIMULATE = absl_flags.DEFINE_bool("simulate", False, "In virtual time, by the latency model; without engines.")
@@ -60,21 +61,44 @@ MINUTES = absl_flags.DEFINE_float(
     "For the searches of each scheduler; then only what has no run yet is played. 0: any.",
     lower_bound=0,
 )
+RESUME = absl_flags.DEFINE_bool(
+    "resume", False, "Take the runs that --out has already, of the same flags, instead of playing them again."
+)
 SEEDS = absl_flags.DEFINE_integer("seeds", 0, "How many; 0: chosen.", lower_bound=0)
 
 
-def on_bench(bench: measured.Bench, points: list[measured.Point], folder: str = "") -> Play:
-    """Plays on an engine; judges by what is in the files. `points` gets what was played."""
+def on_bench(bench: measured.Bench, points: list[measured.Point], out: str, folder: str = "") -> Play:
+    """Plays on an engine; judges by what is in the files. `points` gets what was played. With --resume a run that is in
+    `out` already is taken from there."""
 
     def play(name: str, asked: Workload) -> Played:
-        point = bench.play(folder + name, asked)
-        points.append(point)
-        records = measured.read_requests(point.path)
-        return Played(
-            functools.cache(lambda slo: tuple(metrics.met(one, slo) for one in records)), point.report.summary()
-        )
+        if RESUME.value and (found := measured.known(out, folder + name, asked)) is not None:
+            path, numbers = found
+        else:
+            point = bench.play(folder + name, asked)
+            points.append(point)
+            path, numbers = point.path, point.report.summary()
+        records = measured.read_requests(path)
+        return Played(functools.cache(lambda slo: tuple(metrics.met(one, slo) for one in records)), numbers)
 
     return play
+
+
+def same_flags(out: str) -> None:
+    """Writes down what the runs in a folder are played with. ValueError with --resume if that was something else."""
+    path = report.out_folder(out) / "flags.json"
+    own = {name: value for name, value in flags.given().items() if name not in ("out", "log_level")}
+    if RESUME.value:
+        try:
+            before = json.loads(path.read_text())
+        except (OSError, ValueError):
+            raise ValueError(f"out is {out!r}; allowed with --resume: a folder with runs") from None
+        differing = [name for name, value in json.loads(json.dumps(own)).items() if before.get(name) != value]
+        if differing:
+            raise ValueError(
+                f"{differing[0]} differs from that of the runs in {out!r}; allowed with --resume: the same"
+            )
+    path.write_text(json.dumps(own, indent=2) + "\n")
 
 
 def measure(
@@ -108,7 +132,7 @@ def measure(
                     workload_kind, Sweep(predicted.points, make_of(found.virtual, workload_kind), share, AWARE)
                 )
                 guesses = {point: rounded(predicted.mean(name, point)) for point in predicted.points}
-                play = on_bench(bench, points, "short-prompts/" if counter else "")
+                play = on_bench(bench, points, out, "short-prompts/" if counter else "")
                 sweep.find(name, play, guesses)
                 if not counter and not quick:
                     sweep.scale(name, play, "balanced", predicted.rates["balanced"], SCALES)
@@ -156,6 +180,7 @@ def finish(found: Found, console: Console, origin: Callable[[], dict[str, Any]])
 
 def main(argv: list[str]) -> None:
     del argv
+    flags.refuse_requests("workload")
     names = flags.SCHEDULER.value.split(",")
     if any(name not in SCHEDULERS or names.count(name) > 1 for name in names):
         raise ValueError(
@@ -183,6 +208,7 @@ def main(argv: list[str]) -> None:
     report.out_folder(out)
 
     def on_head() -> None:
+        same_flags(out)
         result = measure(configs, kind, effort, out, console, quick=quick)
         if result is not None:
             finish(result, console, lambda: provenance.collect(flags.given(), ranks=launcher.ranks_for(first)))

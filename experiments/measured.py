@@ -182,6 +182,19 @@ class Bench:
         return Point(name, path, played, summary["failed"])
 
 
+def known(out: str | Path, name: str, workload: Workload) -> tuple[Path, dict[str, Any]] | None:
+    """(the requests.jsonl, the numbers) of a point that was played before into this folder, from the same workload and
+    without a failure; None: there is none."""
+    folder = Path(out) / "points" / name
+    try:
+        summary = json.loads((folder / "summary.json").read_text())
+        same = summary["name"] == name and summary["workload"] == workload.note and not summary["failed"]
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    path = folder / "requests.jsonl"
+    return (path, summary) if same and path.exists() else None
+
+
 def check(points: Iterable[Point]) -> None:
     """Ends the launcher with status 1 if a request of any point failed."""
     failed = {point.name: point.failed for point in points if point.failed}

@@ -1,4 +1,4 @@
-"""What falls due at which decode step: rows that need a page, rows that end. Used by `pdjax.lane` only."""
+"""What falls due at which decode step: rows that need a page, rows that end. Used by `pdjax.batch` only."""
 
 import heapq
 from collections.abc import Iterator

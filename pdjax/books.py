@@ -34,6 +34,7 @@ class Books:
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
+        stirred: numbers of the lanes that may have work and room; all others have none or no room.
         flips: instances that change their role, and since when and why.
         revised: what to write down about revisions.
     """
@@ -55,6 +56,7 @@ class Books:
         self.traffic = Traffic()
         self.wait = ""
         self.commands: list[Command] = []
+        self.stirred: set[int] = set()
         self.transfers: dict[int, Live] = {}
         self.flips: dict[int, tuple[float, str]] = {}
         self.revised: list[FlipRecord | MoveRecord] = []
@@ -62,11 +64,15 @@ class Books:
         self._expiries: list[tuple[float, int]] = []  # a heap of (deadline, request)
         self._timeout = transfer_timeout_s
         self._key = 0
+        self._flying = self.instances[0]  # a lane that had something in flight: asked first
 
     @property
     def stalled(self) -> bool:
         """Requests are live, but nothing that is under way can move them: only another event could."""
-        return bool(self.live) and not self.transfers and not any(lane.in_flight for lane in self.instances)
+        if not self.live or self.transfers or self._flying.in_flight:
+            return False
+        self._flying = next((lane for lane in self.instances if lane.in_flight), self._flying)
+        return not self._flying.in_flight
 
     def living(self, index: object) -> bool:
         """Whether a policy may name it."""

@@ -4,7 +4,7 @@ Requests that hold KV come first, so that none ever waits behind one that holds 
 pages for running rows before pages for prompts. What a policy says is checked here, once, for all policies.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from pdjax.books import Books
 from pdjax.lane import Lane
@@ -39,13 +39,23 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
         progress = False
         _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
-        for lane in books.instances:
-            while (lane.prefills or lane.batch) and lane.has_room and _iterate(books, scheduler, lane):
+        for lane in _stirred(books):
+            while (room := (lane.prefills or lane.batch) and lane.has_room) and _iterate(books, scheduler, lane):
                 progress = True
+            if not room:
+                books.stirred.discard(lane.spec.index)
         progress = progress or _make_room(books)
     if books.flips:
         turn(books)
     return rejected
+
+
+def _stirred(books: Books) -> Iterator[Lane]:
+    """The lanes that may have something to do, in order; others may be stirred meanwhile."""
+    at = -1
+    while later := [index for index in books.stirred if index > at]:
+        at = min(later)
+        yield books.instances[at]
 
 
 def _hand_off(books: Books, scheduler: Scheduler) -> None:
@@ -165,13 +175,13 @@ def _grow(books: Books, lane: Lane) -> bool:
 
     False: no step now, the pages of preempted rows come back when what is in flight is done.
     """
-    for live in lane.growing():
+    for live in lane.batch.growing():
         while lane.holds(live) and not lane.grow(live):
             lane.starved = True
             if lane.draining:
                 return False
             started = [other for other in lane.prefills if other.prefilled and other.local]
-            victim = max([*lane.batch.values(), *started], key=lambda other: other.order)
+            victim = max([*lane.batch.rows.values(), *started], key=lambda other: other.order)
             victim.preemptions += 1
             books.retire(victim, State.PREEMPTED)
     lane.starved = False

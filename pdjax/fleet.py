@@ -29,6 +29,8 @@ class Pool:
         max_chunk, max_chunks: prompt tokens and prompts of one pass.
         max_model_len: most tokens of a request.
         page_size: tokens of a page.
+        max_in_flight: iterations that are issued before the first is done; 0: one more than there are stages, as our
+            instances take. 1: an engine that decides on each step when it has seen the one before.
         layer_groups: in how many parts the KV of a pass is streamed while it is computed.
     """
 
@@ -44,6 +46,7 @@ class Pool:
     max_chunks: int = 128
     max_model_len: int = 1 << 17
     page_size: int = 16
+    max_in_flight: int = 0
     layer_groups: int = 1
 
     def __post_init__(self) -> None:
@@ -116,5 +119,5 @@ def _spec(pool: Pool, index: int) -> InstanceSpec:
         max_model_len=min(pool.max_model_len, pool.kv_tokens),
         kv_bytes_per_token=pool.kv_bytes_per_token,
         pp=pool.pp,
-        max_in_flight=pool.pp + 1,
+        max_in_flight=pool.max_in_flight or pool.pp + 1,
     )

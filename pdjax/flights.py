@@ -10,6 +10,7 @@ Steps of a batch are numbered by its lane from 0; a row's tokens are the steps f
 
 import bisect
 import dataclasses
+import math
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
@@ -66,10 +67,12 @@ class Flights:
     Attributes:
         number: of the last iteration that counts as issued.
         clock: the decode steps that are done, where the cluster only counts them.
+        quiet_s: until then `newly_issued` is 0, if nothing is changed here.
     """
 
     def __init__(self, most: int) -> None:
         self.number = 0
+        self.quiet_s = math.inf
         self.clock = StepClock()
         self._most = most
         self._flights: deque[Flight] = deque()
@@ -90,6 +93,7 @@ class Flights:
             self._began_s = now
         self._flights.append(flight)
         self._left += flight.steps
+        self.quiet_s = -math.inf
         if flight.steps > 1:
             self._run, self._issued = flight, 0
         else:
@@ -124,17 +128,27 @@ class Flights:
         """For one more."""
         return self._run is None and self._left < self._most
 
+    @property
+    def unissued(self) -> int:
+        """Steps of an open run that do not count as issued yet."""
+        return 0 if self._run is None else self._run.steps - self._issued
+
     def decided(self) -> None:
         """What an event has vacated may be filled now."""
         self._vacant = 0
+        self.quiet_s = -math.inf
 
     def newly_issued(self, now: float) -> int:
         """Steps of an open run that count as issued by now and were not told before."""
         run = self._run
+        self.quiet_s = math.inf
         if run is None:
             return 0
+        ended = run.ended(now)
+        if ended < len(run.ends):
+            self.quiet_s = run.ends[ended]
         ahead = self._left - run.left + self._vacant
-        new = min(run.steps, run.ended(now) + self._most - ahead) - self._issued
+        new = min(run.steps, ended + self._most - ahead) - self._issued
         if new <= 0:
             return 0
         self._issued += new
@@ -153,11 +167,15 @@ class Flights:
         return True
 
     def started(self, event: RunStarted, now: float) -> None:
-        self._flights[0].started_s, self._flights[0].ends = now, event.ends
+        # In a pipeline of stages it may begin before what was issued before it is done.
+        run = next(flight for flight in self._flights if flight.iteration.number == event.number)
+        run.started_s, run.ends = now, event.ends
+        self.quiet_s = -math.inf
 
     def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self._flights[0]
+        self.quiet_s = -math.inf
         self._began_s = event.finished_s  # of the next: it was issued already
         expected = flight.iteration.number + flight.done + event.steps - 1
         if event.number != expected or event.steps > flight.left:

@@ -1,7 +1,6 @@
 """One instance in the controller's books: pages, row slots, queue, decode batch, iterations in flight.
 
-The controller changes it, schedulers read it (it implements their `InstanceView`). What a decode step costs here is
-what changes: pages that fall due and rows that end are found by the number of the step, not by looking at every row.
+The controller changes it, schedulers read it (it implements their `InstanceView`).
 
 While a run is on its way, the steps of it that count as issued follow from the time: as many as are done, and as many
 more as may be in flight. Whatever depends on them brings itself up to date first, and a change of the batch or of the
@@ -10,14 +9,13 @@ queue cuts the run there. So every view and every decision is what it would be w
 
 import bisect
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
-from types import MappingProxyType
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
-from pdjax.agenda import Agenda
+from pdjax.batch import Batch
 from pdjax.correction import Correction
-from pdjax.flights import Flight, Flights, Row
-from pdjax.latency import Latency, Load, attended
+from pdjax.flights import Flight, Flights
+from pdjax.latency import Latency, Load
 from pdjax.live import Live
 from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
 from pdjax.pages import PagePool
@@ -34,6 +32,11 @@ class Desk(Protocol):
     def now(self) -> float: ...
     @property
     def commands(self) -> list[Command]: ...
+    @property
+    def stirred(self) -> set[int]:
+        """The lanes that something has happened to since they had nothing to do or no room."""
+        ...
+
     def fits(self, lane: "Lane", live: Live) -> bool:
         """Whether a request can start; it may need two lanes."""
         ...
@@ -49,29 +52,22 @@ class Lane:
         self.alive = True
         self.correction = Correction(latency)
         self.prefills: list[Live] = []
-        self.batch: dict[int, Live] = {}  # slot -> row, in the instance's order
         self.prefill_streak = 0
         self.in_flight = Flights(spec.max_in_flight)
         self.starved = False  # a row waits for a page: nobody else may take one
         self._desk = desk
         self._pool = PagePool(spec)
+        self.batch = Batch(spec, self._pool)
         self._slots = list(range(spec.max_rows - 1, -1, -1))
         self._table = Slots(spec.max_rows)
         self._incoming: dict[int, Live] = {}
         self._assigned: dict[int, Live] = {}
-        self._snapshot: Mapping[int, Live] | None = None
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
         self._grows: list[tuple[int, int]] = []
-        self._due = Agenda()  # rows that need a page for the step
-        self._last = Agenda()  # rows for which it is the last step
         self._barriers: deque[tuple[int, Live]] = deque()
         self._reported = False  # something, since the last decision
-        self._steps = 0  # issued
         self._pending_tokens = 0
-        self._context_sum = 0
-        self._offsets: dict[int, int] = {}  # slot -> context at join minus the step of joining
-        self._attended: int | None = None  # of the offsets
 
     # --- what schedulers see ----------------------------------------------------------------------------------------
 
@@ -81,7 +77,7 @@ class Lane:
 
     @property
     def rows(self) -> int:
-        return len(self.batch)
+        return len(self.batch.rows)
 
     @property
     def incoming(self) -> int:
@@ -94,9 +90,9 @@ class Lane:
     @property
     def running(self) -> Sequence[RowView]:
         self._catch_up()
-        done, steps, offsets, decoding = self.in_flight.clock.done, self._steps, self._offsets, State.DECODING
-        rows = []
-        for slot, live in self.batch.items():
+        done, steps, offsets = self.in_flight.clock.done, self.batch.steps, self.batch.offsets
+        rows, decoding = [], State.DECODING
+        for slot, live in self.batch.rows.items():
             if live.state is decoding:  # its first token may still be on its way to the host
                 generated, request = len(live.tokens), live.request
                 if done > live.step:
@@ -108,7 +104,7 @@ class Lane:
     @property
     def table(self) -> RowTable:
         self._catch_up()
-        return self._table.table(self._steps)
+        return self._table.table(self.batch.steps)
 
     @property
     def latency(self) -> Latency:
@@ -124,18 +120,16 @@ class Lane:
     @property
     def context_tokens(self) -> int:
         self._catch_up()
-        return self._context_sum
+        return self.batch.context_tokens
 
     @property
     def attended_tokens(self) -> int:
         self._catch_up()
-        if self._attended is None:
-            self._attended = attended(tuple(self._offsets.values()), self.spec.row_block)
-        return self._attended + self._steps * len(self._offsets)
+        return self.batch.attended_tokens
 
     @property
     def load(self) -> Load:
-        return Load((), len(self.batch), self.context_tokens, self.attended_tokens)
+        return Load((), len(self.batch.rows), self.context_tokens, self.attended_tokens)
 
     @property
     def full_load(self) -> Load:
@@ -171,6 +165,7 @@ class Lane:
 
     def enqueue(self, live: Live) -> None:
         self._cut()
+        self._desk.stirred.add(self.spec.index)
         bisect.insort(self.prefills, live, key=lambda other: (other.prefilled == 0, other.order))
         self._pending_tokens += live.context_tokens
 
@@ -190,8 +185,11 @@ class Lane:
 
     def reserve(self, live: Live, tokens: int, *, slot: bool) -> None:
         """Gives the pages for `tokens` tokens, and a row slot; the caller has made sure that both are there."""
-        self._cut()  # it counts on the pages that were free when it was issued
-        if self._pool.take(live.id, self.spec.pages_for(tokens)) is None:
+        pages = self.spec.pages_for(tokens)
+        self._catch_up()
+        if not self.batch.has_pages(self.in_flight.unissued, besides=pages):
+            self._cut()  # an open run counts on the pages that were free when it was issued
+        if self._pool.take(live.id, pages) is None:
             raise RuntimeError(f"instance {self.spec.index} has no pages for request {live.id}")
         if slot:
             live.slot = self._slots.pop()
@@ -234,20 +232,11 @@ class Lane:
         """The row takes part in every step issued from now on; `token` None: its slot holds the input token."""
         assert live.slot is not None
         self._cut()
+        self._desk.stirred.add(self.spec.index)
         self._incoming.pop(live.id, None)
-        position = live.context_tokens
-        self.batch[live.slot] = live
-        live.step = self._steps
+        self.batch.join(live)
         self._joins.append((live, token))
-        self._offsets[live.slot] = position + 1 - self._steps
-        self._table.take(live, self._offsets[live.slot] - len(live.request.prompt_ids), here=True)
-        self._attended = None
-        self._context_sum += position + 1
-        row = (live, live.attempt)
-        self._due.add(self._steps + len(self._pool.pages(live.id)) * self.spec.page_size - position, row)
-        last = self._steps + live.request.sampling.max_tokens - (position - len(live.request.prompt_ids)) - 2
-        self._last.add(last, row)
-        self._snapshot = None
+        self._table.take(live, self.batch.offsets[live.slot] - len(live.request.prompt_ids), here=True)
 
     def leave(self, live: Live) -> None:
         """The row takes part in no further step. Does nothing if it is not in the batch."""
@@ -255,12 +244,9 @@ class Lane:
         if slot is None or not self.holds(live):
             return
         self._cut()
-        del self.batch[slot]
+        self.batch.leave(slot)
         self._table.leave(slot)
         self.starved = self.starved and bool(self.batch)
-        self._context_sum -= self._offsets.pop(slot) + self._steps
-        self._attended = None
-        self._snapshot = None
         for waiting in self._joins:
             if waiting[0] is live:  # the instance never heard of it
                 self._joins.remove(waiting)
@@ -270,28 +256,16 @@ class Lane:
 
     def holds(self, live: Live) -> bool:
         """Whether it is a row of the batch."""
-        return live.slot is not None and self.batch.get(live.slot) is live
-
-    def growing(self) -> list[Live]:
-        """Rows that need a page before the next step can be issued."""
-        due = [row[0] for row in self._due.at(self._steps) if self._here(row)]
-        return sorted(due, key=lambda live: live.order)
+        return self.batch.holds(live)
 
     def grow(self, live: Live) -> bool:
-        """Gives a due row its page; False if there is none."""
-        taken = self._pool.take(live.id, 1)
-        if taken is None:
+        """Gives a row its page for the next step (`Batch.growing`); False if there is none."""
+        page = self.batch.grow(live)
+        if page is None:
             return False
         assert live.slot is not None
-        row = (live, live.attempt)
-        self._due.at(self._steps).remove(row)
-        self._due.add(self._steps + self.spec.page_size, row)
-        self._grows.append((live.slot, taken[0]))
+        self._grows.append((live.slot, page))
         return True
-
-    def _here(self, row: Row) -> bool:
-        live, attempt = row
-        return live.attempt == attempt and self.holds(live)
 
     # --- iterations -------------------------------------------------------------------------------------------------
 
@@ -305,18 +279,8 @@ class Lane:
         return self.alive and self.in_flight.room
 
     def steady_steps(self, most: int) -> int:
-        """How many steps from now on, at least one and at most `most`, leave the batch as it is: no row ends, and the
-        pages that rows need are there."""
-        if self.prefills:
-            return 1
-        last, size = self._last.next(self._steps), self.spec.page_size
-        stop = self._steps + most if last is None else min(self._steps + most, last)
-        due = [step for step, rows in self._due.between(self._steps + 1, stop) for row in rows if self._here(row)]
-        if sum(1 + (stop - 1 - step) // size for step in due) > self._pool.free:
-            # Each row needs a page every `size` steps: what happens up to its first is enough to go on with.
-            first = sorted(step for step in due if step < self._steps + size)
-            stop = first[self._pool.free] if self._pool.free < len(first) else self._steps + size
-        return max(1, stop - self._steps)
+        """How many steps the next iteration may stand for: `Batch.steady_steps`, one while prompts wait."""
+        return 1 if self.prefills else self.batch.steady_steps(most)
 
     def issue(self, chunks: tuple[Chunk, ...], decode: bool, steps: int = 1) -> Iteration:
         """Makes the next iteration from what changed since the last, and counts its steps."""
@@ -328,19 +292,16 @@ class Lane:
         number, leaves, grows = self.in_flight.number + 1, tuple(self._leaves), tuple(self._grows)
         iteration = Iteration(self.spec.index, number, chunks, leaves, joins, grows, decode, steps)
         self._leaves, self._joins, self._grows = [], [], []
-        if self._snapshot is None:
-            self._snapshot = MappingProxyType(dict(self.batch))
-        ending = [row for row in self._last.pop(self._steps) if self._here(row)] if decode else []
+        rows, ending = self.batch.snapshot if decode else {}, self.batch.take_ending() if decode else []
         load = self.load if decode else Load()
         load = load.beside(*((len(chunk.tokens), chunk.start) for chunk in chunks))
         predicted_s = self.latency.iteration_s(self.spec, load)
-        rows = self._snapshot if decode else {}
         self.in_flight.add(Flight(iteration, rows, ending, steps, load, predicted_s), self._desk.now)
         self.prefill_streak = self.prefill_streak + 1 if chunks and not decode and self.batch else 0
         if steps > 1:
             self._catch_up()
         elif decode:
-            self._step(1)
+            self.batch.step(1)
             for live, _ in ending:
                 self.leave(live)
         return iteration
@@ -352,9 +313,10 @@ class Lane:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self.in_flight.reported(event)
         self._reported = True
+        self._desk.stirred.add(self.spec.index)
         self._catch_up()
         if self.in_flight.clock.long:
-            rows = [*self.batch.values(), *(live for other in self.in_flight for live, _ in other.ending)]
+            rows = [*self.batch.rows.values(), *(live for other in self.in_flight for live, _ in other.ending)]
             rows += [live for live, _ in flight.ending]
             self.in_flight.clock.forget(min((live.step for live in rows), default=self.in_flight.clock.done))
         return flight
@@ -373,26 +335,17 @@ class Lane:
 
     def _catch_up(self) -> None:
         """Counts the steps of an open run that are issued by now, and gives the pages that they need."""
+        if self._desk.now < self.in_flight.quiet_s:
+            return
         if new := self.in_flight.newly_issued(self._desk.now):
-            self._step(new)
+            self.batch.step(new)
 
     def _cut(self) -> None:
         """Something is about to change: no step of an open run is issued any more."""
         self._catch_up()
         if self.in_flight.cut():
+            self._desk.stirred.add(self.spec.index)
             self._desk.commands.append(Cut(self.spec.index, self.in_flight.number))
-
-    def _step(self, count: int) -> None:
-        """Counts steps of the whole batch as issued; gives the pages that fall due before the later ones."""
-        stop = self._steps + count
-        while (step := self._due.next(self._steps)) is not None and step < stop:
-            for row in self._due.pop(step):
-                if self._here(row):
-                    if self._pool.take(row[0].id, 1) is None:
-                        raise RuntimeError(f"instance {self.spec.index} has no page for step {step} of its run")
-                    self._due.add(step + self.spec.page_size, row)
-        self._steps = stop
-        self._context_sum += count * len(self.batch)
 
     def advance_prefill(self, live: Live, tokens: int) -> None:
         """Counts prompt tokens as issued: a started request moves to the front part, an issued one leaves the queue."""

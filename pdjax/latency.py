@@ -14,7 +14,7 @@ import bisect
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import Any, Protocol, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import numpy as np
 
@@ -25,8 +25,7 @@ KINDS = ("prefill", "decode", "mixed")  # of passes
 SATURATED = 0.95  # of the best throughput counts as all of it: longer passes gain little and delay who waits
 
 
-@dataclasses.dataclass(frozen=True, slots=True)
-class Load:
+class Load(NamedTuple):  # quickly made: every decision and every pass needs some
     """What one iteration computes.
 
     Attributes:

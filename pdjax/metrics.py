@@ -80,6 +80,21 @@ def e2e_ms(record: RequestRecord) -> float | None:
     return None if last is None else 1e3 * (last - record.timeline.arrival_s)
 
 
+def itl_p99_ms(record: RequestRecord) -> float | None:
+    """The 99th percentile of the gaps in ms; None for less than two tokens."""
+    gaps = itl_ms(record)
+    return percentile(gaps, 99) if gaps else None
+
+
+# By the limit of an SLO: what is compared with it.
+_VALUES: dict[str, Callable[[RequestRecord], float | None]] = {
+    "ttft_ms": ttft_ms,
+    "tpot_ms": tpot_ms,
+    "itl_p99_ms": itl_p99_ms,
+    "e2e_ms": e2e_ms,
+}
+
+
 def kept(record: RequestRecord, slo: SLO | None = None) -> dict[str, bool]:
     """Which limits of the SLO (the record's own where None) a request kept, by field name; where none is set, no entry.
 
@@ -87,22 +102,15 @@ def kept(record: RequestRecord, slo: SLO | None = None) -> dict[str, bool]:
     no TPOT and no ITL and keeps those limits.
     """
     slo = record.slo if slo is None else slo
-    gaps = itl_ms(record)
-    values: dict[str, float | None] = {
-        "ttft_ms": ttft_ms(record),
-        "tpot_ms": tpot_ms(record),
-        "itl_p99_ms": percentile(gaps, 99) if gaps else None,
-        "e2e_ms": e2e_ms(record),
-    }
     one_token = len(record.timeline.token_s) == 1
     result = {}
-    for name, value in values.items():
+    for name, value_of in _VALUES.items():
         limit = getattr(slo, name)
         if limit is None:
             continue
-        undefined = one_token and name in ("tpot_ms", "itl_p99_ms")
-        ok = undefined or (value is not None and value <= limit)
-        result[name] = ok and record.state is State.FINISHED
+        value = value_of(record) if record.state is State.FINISHED else None
+        undefined = one_token and name in ("tpot_ms", "itl_p99_ms") and record.state is State.FINISHED
+        result[name] = undefined or (value is not None and value <= limit)
     return result
 
 

@@ -33,7 +33,9 @@ class PagePool:
         """Gives `count` more pages to `owner`; None, and nothing changes, if fewer are free."""
         if count > len(self._free):
             return None
-        taken = tuple(self._free.pop() for _ in range(count))
+        taken = tuple(self._free[: -count - 1 : -1])
+        if count:
+            del self._free[-count:]
         self._owned.setdefault(owner, []).extend(taken)
         return taken
 

@@ -58,7 +58,8 @@ class Timing:
 
 @dataclasses.dataclass(slots=True)
 class _Batch:
-    """Sizes of one instance's decode batch; its rows are in the order of joining."""
+    """Sizes of one instance's decode batch; its rows are in the order of joining. Steps count when they start: what
+    starts behind them, before they are done, changes a batch that has made them."""
 
     steps: int = 0
     context_tokens: int = 0
@@ -268,7 +269,7 @@ class SimulatedCluster:
                 if len(stages.free_s) == 1:
                     return
                 run = self._runs.get(index)
-                if run is not None:  # the iteration behind a run starts behind its last step
+                if run is not None and queue[stages.started - 1] is run.iteration:  # it starts behind the last step
                     stages.free_s, stages.step_s = run.after()
             start_s = stages.start_s(self._now, decode=iteration.decode)
             if start_s > self._now:
@@ -284,9 +285,10 @@ class SimulatedCluster:
         load = batch.load(iteration, spec.row_block)
         if iteration.steps == 1:
             end_s = stages.run(started, latency.iteration_s(spec, load))
+            rows = []
             if iteration.decode:
-                stages.step_s = end_s
-            rows = list(batch.offsets) if iteration.decode else []
+                stages.step_s, rows = end_s, list(batch.offsets)
+                batch.step(1)
             for chunk in iteration.chunks:
                 if chunk.stream in self._transfers:
                     nbytes = len(chunk.tokens) * spec.kv_bytes_per_token
@@ -296,6 +298,7 @@ class SimulatedCluster:
         seconds = latency.steps_s(spec, load, iteration.steps)
         run = _Run(iteration, started, seconds, list(stages.free_s), iteration.steps)
         self._runs[index] = run
+        batch.step(run.steps)
         self._at(started, lambda: RunStarted(index, iteration.number, tuple(run.ends)), rank=0)
         self._await_report(index, run)
 
@@ -305,8 +308,6 @@ class SimulatedCluster:
         self._queues[index].popleft()
         self._stages[index].started -= 1
         row_tokens, first_tokens = self.machines[index].run(iteration, rows)
-        if iteration.decode:
-            self._batches[index].step(1)
         self._start(index)
         for chunk in iteration.chunks:
             if chunk.stream in self._transfers:
@@ -339,7 +340,6 @@ class SimulatedCluster:
             if stages.started == 1:  # otherwise what started behind it has seen to them
                 stages.free_s, stages.step_s = run.after()
             del self._runs[index]
-            self._batches[index].step(steps)
             self._queues[index].popleft()
             stages.started -= 1
             self._start(index)
@@ -351,6 +351,7 @@ class SimulatedCluster:
         if run is None or run.iteration is not queue[-1]:
             queue[-1] = dataclasses.replace(queue[-1], steps=steps)
         else:
+            self._batches[cut.instance].step(steps - run.steps)
             run.steps, run.version = steps, run.version + 1
             self._await_report(cut.instance, run)
 

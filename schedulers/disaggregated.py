@@ -13,6 +13,8 @@ and more are pushed while they are computed, so their decode instance is named, 
 that is Splitwise's (section IV-C), which streams long prompts only.
 """
 
+import math
+
 from pdjax.latency import saturating_tokens
 from pdjax.schedulers.base import (
     Ask,
@@ -59,7 +61,10 @@ class Disaggregated:
         return Place(index, target.spec.index, "stream", f"{reason}; streamed to the least loaded")
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
-        targets = [view for view in decoders(cluster.instances) if view.room_for(ask)]
+        targets = decoders(cluster.instances)
+        if targets and (best := least_loaded(targets)).room_for(ask):
+            return best.spec.index  # nearly always: nobody else has to be asked
+        targets = [view for view in targets if view.room_for(ask)]
         return least_loaded(targets).spec.index if targets else None
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
@@ -80,7 +85,13 @@ def shortest_queue(views: list[InstanceView]) -> InstanceView:
     tokens = [view.pending_tokens for view in views]  # which decides nearly always; the rest costs more
     fewest = min(tokens)
     ties = [view for view, pending in zip(views, tokens, strict=True) if pending == fewest]
-    return ties[0] if len(ties) == 1 else min(ties, key=lambda view: (view.busy_s, view.spec.index))
+    soonest, least_s = ties[0], math.inf
+    for view in ties if len(ties) > 1 else ():
+        if (busy_s := view.busy_s) < least_s:
+            soonest, least_s = view, busy_s
+            if not busy_s:
+                break  # nobody is free sooner
+    return soonest
 
 
 def least_loaded(views: list[InstanceView]) -> InstanceView:

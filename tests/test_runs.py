@@ -25,10 +25,10 @@ POLICIES = {
 }
 
 
-def play(policy, max_steps, seed, *, pages=65, in_flight=2, rate=40.0, aborts=0.0, lost=False, requests=25):
+def play(policy, max_steps, seed, *, pages=65, in_flight=2, rate=40.0, aborts=0.0, lost=False, requests=25, pp=1):
     """The records of a random workload, and how many iterations were issued."""
     make, roles = POLICIES[policy]
-    specs = [spec(i, role, num_pages=pages, max_in_flight=in_flight) for i, role in enumerate(roles)]
+    specs = [spec(i, role, num_pages=pages, max_in_flight=in_flight, pp=pp) for i, role in enumerate(roles)]
     world = World(specs, make(), LATENCY, machine=lambda _: Timing(), max_steps=max_steps)
     rng, time_s, issued = random.Random(seed), 0.0, 0
     for number in range(requests):
@@ -67,6 +67,13 @@ def same(policy, seed, **changes):
 @given(seed=st.integers(0, 10**6), in_flight=st.integers(1, 4), rate=st.sampled_from([5.0, 40.0, 400.0]))
 def test_runs_give_the_timeline_of_single_steps(policy, seed, in_flight, rate):
     same(policy, seed, in_flight=in_flight, rate=rate)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=2, deadline=None)
+@given(seed=st.integers(0, 10**6), pp=st.integers(2, 3), rate=st.sampled_from([40.0, 400.0]))
+def test_runs_give_the_timeline_of_single_steps_in_a_pipeline_of_stages(policy, seed, pp, rate):
+    same(policy, seed, pp=pp, in_flight=pp + 1, rate=rate)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,7 +1,7 @@
 """The simulated cluster: its clock, its order, its links."""
 
 from pdjax.latency import LatencyModel
-from pdjax.messages import Chunk, Iteration, IterationDone, Role, StartTransfer, Tick, TransferDone
+from pdjax.messages import Chunk, Iteration, IterationDone, Join, Role, StartTransfer, Tick, TransferDone
 from pdjax.request import SamplingParams
 from pdjax.schedulers import Disaggregated
 from pdjax.simulated import SimulatedCluster, Timing
@@ -27,6 +27,31 @@ def test_iterations_of_one_instance_run_one_after_the_other():
         (1, 0.0, 1.0),
         (2, 1.0, 2.0),
     ]
+
+
+def pipeline() -> SimulatedCluster:
+    return SimulatedCluster([spec(0, Role.MIXED, pp=2, devices=2, max_in_flight=3)], [ONE_SECOND])
+
+
+def spans(sim: SimulatedCluster) -> list[tuple[float, float]]:
+    events = iter(lambda: sim.next_event(None), None)
+    return [(event.started_s, event.finished_s) for event in events if isinstance(event, IterationDone)]
+
+
+def test_a_pass_begins_when_the_first_stage_is_free():
+    sim = pipeline()
+    for number in (1, 2, 3):
+        sim.submit(Iteration(0, number, (CHUNK,)))
+    assert spans(sim) == [(0.0, 1.0), (0.5, 1.5), (1.0, 2.0)]
+
+
+def test_a_decode_step_waits_for_the_tokens_of_the_one_before():
+    sim = pipeline()
+    join = Join(0, 0, 2, (1,), 5, SamplingParams())
+    sim.submit(Iteration(0, 1, joins=(join,), decode=True))
+    sim.submit(Iteration(0, 2, decode=True))
+    sim.submit(Iteration(0, 3, (CHUNK,)))
+    assert spans(sim) == [(0.0, 1.0), (1.0, 2.0), (1.5, 2.5)]
 
 
 def test_instances_run_at_the_same_time():

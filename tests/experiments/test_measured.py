@@ -11,6 +11,7 @@ from pdjax.record import RequestRecord, Timeline
 from pdjax.report import Report
 from pdjax.request import SLO, State
 from pdjax.testing import spec
+from pdjax.workload import Workload
 
 SPEC = spec(0, Role.MIXED)
 
@@ -85,3 +86,22 @@ def test_failed_requests_end_a_launcher(tmp_path):
     measured.check([measured.Point("fine", tmp_path, played, 0)])
     with pytest.raises(SystemExit, match=r"'bad': 2"):
         measured.check([measured.Point("fine", tmp_path, played, 0), measured.Point("bad", tmp_path, played, 2)])
+
+
+def played(out, note="a workload", failed=0):
+    """A point as `Bench.play` leaves it."""
+    folder = report.write_summary(out / "points" / "one", {"name": "one", "workload": note, "failed": failed})
+    return write(folder, *RUN)
+
+
+def test_a_point_that_was_played_is_found_again(tmp_path):
+    path, numbers = played(tmp_path), {"name": "one", "workload": "a workload", "failed": 0}
+    assert measured.known(tmp_path, "one", Workload((), "a workload")) == (path, numbers)
+
+
+@pytest.mark.parametrize(
+    ("name", "note", "failed"), [("two", "a workload", 0), ("one", "other", 0), ("one", "a workload", 1)]
+)
+def test_a_point_of_another_workload_or_with_failures_is_played_again(tmp_path, name, note, failed):
+    played(tmp_path, note, failed)
+    assert measured.known(tmp_path, name, Workload((), "a workload")) is None
