@@ -9,6 +9,7 @@ misses its limits, or makes another miss that would not have.
 
 import dataclasses
 import logging
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -232,16 +233,23 @@ def finish(summary: dict[str, Any], origin: dict[str, Any]) -> None:
         console.print(f"{out}/ has summary.json and admission.png", highlight=False)
 
 
+def times_of(texts: Sequence[str]) -> tuple[float, ...]:
+    """The rates to play. ValueError naming `times`."""
+    try:
+        times = tuple(float(text) for text in texts)
+    except ValueError:
+        times = ()
+    if not times or not all(0 < one < math.inf for one in times) or len(set(times)) < len(times):
+        raise ValueError(f"times is {','.join(texts)!r}; allowed: finite numbers > 0 with commas, each once")
+    return times
+
+
 def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     config = flags.build_config()
-    try:
-        times = tuple(float(text) for text in TIMES.value)
-    except ValueError:
-        times = ()
-    if not times or min(times) <= 0:
-        raise ValueError(f"times is {','.join(TIMES.value)!r}; allowed: numbers > 0 with commas")
+    flags.refuse_requests("workload", "num_requests")
+    times = times_of(TIMES.value)
     if config.scheduler not in SCHEDULERS:
         raise ValueError(f"scheduler is {config.scheduler!r}; allowed: {', '.join(SCHEDULERS)}")
     out = flags.OUT.value or ""

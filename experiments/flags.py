@@ -99,6 +99,11 @@ ATTAINMENT = flags.DEFINE_float(
     upper_bound=1.0,
 )
 
+# Flags that say what is asked, when, and with which limits.
+_REQUESTS = (
+    *("workload", "num_requests", "warmup_requests", "arrival", "rate", "max_tokens", "temperature"),
+    *("trace_start_s", "trace_end_s", "slo", "ttft_slo_ms", "tpot_slo_ms", "e2e_slo_ms", "attainment"),
+)
 DEFAULT_RATE = 2.0
 
 
@@ -174,6 +179,18 @@ def build_classes() -> tuple[SLOClass, ...]:
 def build_targets() -> Sequence[metrics.Target]:
     """The percentile targets of the run."""
     return metrics.preset_targets(SLO_PRESET.value)
+
+
+def refuse_requests(*used: str) -> None:
+    """For launchers that choose requests and limits themselves. ValueError if a flag that says something of them was
+    given, but for those that are `used`."""
+    for name in _REQUESTS:
+        if name not in used and flags.FLAGS[name].present:
+            own = f", but for {', '.join(used)}" if used else ""
+            raise ValueError(
+                f"{name} is {flags.FLAGS[name].value!r}; allowed with this launcher: none, it chooses requests and "
+                f"limits itself{own}"
+            )
 
 
 def given() -> dict[str, Any]:

@@ -220,6 +220,7 @@ def _ms(value: float | None) -> str:
 
 def main(argv: list[str]) -> None:
     del argv
+    flags.refuse_requests()
     if not (out := flags.OUT.value):
         raise ValueError("out is empty; allowed: a folder to write to")
     configs = {name: config(name) for name in POINTS}

@@ -45,7 +45,9 @@ KV_RATE = absl_flags.DEFINE_float(
     lower_bound=0,
     upper_bound=1e9,
 )
-SHARE = absl_flags.DEFINE_float("share", 0.1, "Of the prefill's time; what of the transfer may be seen.", lower_bound=0)
+SHARE = absl_flags.DEFINE_float(
+    "share", 0.1, "Of the prefill's time; what of the transfer may be seen.", lower_bound=0, upper_bound=1
+)
 absl_flags.set_default(flags.MODEL, "llama2-7b")
 for _name in ("model", "stream_layers", "out"):
     absl_flags.declare_key_flag(_name)  # --help shows these
@@ -87,7 +89,11 @@ def main(argv: list[str]) -> None:
     del argv
     config, shape = model_of()
     tokens, per_group = PROMPT_TOKENS.value, absl_flags.FLAGS["stream_layers"].value
+    if not LINK_NAMES.value:
+        raise ValueError(f"links is empty; allowed: {', '.join(LINKS)}, NAME:GBITS or NAME:GBITS:rdma, with commas")
     links = [kv_cost.link(name) for name in LINK_NAMES.value]
+    if per_group > shape.layers:
+        raise ValueError(f"stream_layers is {per_group}; allowed: at most the {shape.layers} layers of the model")
     nbytes = shape.bytes_per_token(KV_DTYPE.value) * tokens
     prefill_s, origin = prefill_of(config, tokens)
     groups = len(layer_groups(shape.layers, per_group)) if per_group else 1

@@ -53,6 +53,7 @@ def finish(summary: Mapping[str, Any], console: Console, origin: Callable[[], di
 
 def main(argv: list[str]) -> None:
     del argv
+    flags.refuse_requests("workload", "rate")
     kind, seed, console = flags.WORKLOAD.value, flags.SEED.value, Console()
     workload.mean_lengths(kind)  # or there are no limits
     if flags.RATE.value is not None and not 0 < flags.RATE.value < math.inf:

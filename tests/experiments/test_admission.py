@@ -1,5 +1,7 @@
 """The launcher's check of rejections, and its course in virtual time."""
 
+import pytest
+
 from pdjax.eventlog import Header
 from pdjax.experiments import admission
 from pdjax.messages import Role
@@ -39,3 +41,13 @@ def test_others_stay_rejected():
     asked = [request(number, 0.0, ttft_ms=30) for number in range(3)]
     rejected = {0: 0.0, 1: 0.0, 2: 0.0}
     assert not any(admission.was_right(number, asked, rejected, HEADER) for number in rejected)
+
+
+def test_times_are_numbers_with_commas():
+    assert admission.times_of(["0.5", "1"]) == (0.5, 1.0)
+
+
+@pytest.mark.parametrize("text", ["inf", "1,1", "1,1.0", "0", "nan", "x", ""])
+def test_times_that_cannot_be_played_are_refused(text):
+    with pytest.raises(ValueError, match=f"times is '{text}'; allowed: finite numbers > 0 with commas, each once"):
+        admission.times_of(text.split(","))

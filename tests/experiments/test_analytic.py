@@ -65,6 +65,9 @@ def test_the_launchers_print_write_and_refuse(tmp_path):
         "kv": ("kv_cost", f"--out={tmp_path}/kv"),
         "ratio": ("ratio", f"--out={tmp_path}/ratio"),
         "bad": ("kv_cost", "--layers=4"),
+        "links": ("kv_cost", "--links="),
+        "groups": ("kv_cost", "--stream_layers=1000"),
+        "share": ("kv_cost", "--share=2"),
     }
     jobs = {
         name: subprocess.Popen(
@@ -82,4 +85,10 @@ def test_the_launchers_print_write_and_refuse(tmp_path):
     assert "for B_d from 16 to 41; 1:125 at B_d 1" in said["ratio"][0]
     assert json.loads((tmp_path / "ratio/summary.json").read_text())["usual"] == [16, 41]
     assert (tmp_path / "kv/kv_cost.png").exists() and (tmp_path / "ratio/ratio.png").exists()
+    for name, words in (
+        ("links", "links is empty; allowed: 10 GbE"),
+        ("groups", "stream_layers is 1000; allowed: at most the 32 layers of the model"),
+        ("share", "flag --share=2: "),
+    ):
+        assert said[name][2] == 2 and said[name][1].startswith(f"error: {words}") and said[name][1].count("\n") == 1
     assert said["bad"][2] == 2 and said["bad"][1].startswith("error: kv_heads is not given; allowed: layers, kv_heads")

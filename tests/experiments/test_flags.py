@@ -136,3 +136,15 @@ def test_classes_that_are_no_classes_are_refused(text):
     set_flags(f"--slo_classes={text}")
     with pytest.raises(ValueError, match=r"slo_classes has .*; allowed: NAME:LIMIT=MS"):
         flags.build_config()
+
+
+@pytest.mark.parametrize("flag", ["--rate=2", "--arrival=uniform", "--num_requests=5", "--ttft_slo_ms=9"])
+def test_a_launcher_that_chooses_requests_refuses_flags_that_say_them(flag):
+    set_flags(flag)
+    with pytest.raises(ValueError, match=r"is .*; allowed with this launcher: none, .*itself, but for workload"):
+        flags.refuse_requests("workload")
+
+
+def test_a_flag_that_a_launcher_uses_is_not_refused():
+    set_flags("--workload=fixed:3,4")
+    flags.refuse_requests("workload")
