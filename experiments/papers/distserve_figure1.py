@@ -17,6 +17,7 @@ from pdjax.request import SLO
 MODEL = "opt-13b"
 PROMPT, ANSWER = 512, 64
 REQUESTS = 1000  # as the authors' simulator was run
+PROMPTS_ALONE = 4  # times as many where there is nothing but prompts: their queue is noisy, and they are quick
 OTHER = "the authors' own simulator does not reach the paper's number either: "
 
 # What the authors' simulator gives, requests per second, with 1000 requests: limits -> colocated, prefill and decode
@@ -46,7 +47,8 @@ class Phases:
     def _run(self, which: str, rate: float, seed: int) -> bench.Played:
         fleet, answer = cluster(which)
         system = "vllm" if which == "colocated" else "distserve"
-        return bench.play(fleet, bench.policy(system), [(PROMPT, answer)], rate, self.requests, seed)
+        count = self.requests * (PROMPTS_ALONE if answer == 1 else 1)
+        return bench.play(fleet, bench.policy(system), [(PROMPT, answer)], rate, count, seed)
 
 
 def cluster(which: str) -> tuple[Fleet, int]:
