@@ -102,11 +102,12 @@ def summary(points: Sequence[Point], needed: int) -> dict[str, Any]:
     found = errors(points)
     inside = {name: sum(within(point.real) for point in own) for name, own in by.items()}
     mean, largest = found or (None, None)
+    kept = found is not None and found[0] <= MEAN_BAR and found[1] <= MAX_BAR
     return {
         "mean_abs_error_points": mean,
         "max_abs_error_points": largest,
         "bars": {"mean_abs_error_points": MEAN_BAR, "max_abs_error_points": MAX_BAR, "points_within_band": needed},
-        "ok": bool(found) and found[0] <= MEAN_BAR and found[1] <= MAX_BAR and min(inside.values()) >= needed,
+        "ok": kept and min(inside.values()) >= needed,
         "band": BAND,
         "points_within_band": inside,
         "by_scheduler": {

@@ -57,17 +57,18 @@ class Found:
 def answer(found: Found) -> str:
     """What is used up first, and what next."""
     first, machine = found.resources[0], found.machine
-    events = scale_forms.events_per_s(found.assumed, found.split, machine.rps)
-    text = (
-        f"With {found.assumed.instances:,} instances, {first.name} is used up first, at {first.rps:,.0f} requests/s. "
-    )
+    size = f"{found.assumed.instances:,} instances"
+    text = f"Of {size}, {first.name} is used up first, at {first.rps:,.0f} requests/s. "
     if first.name == CONTROLLER:
-        text += (
-            f"Without it, it would be {machine.name}, at {machine.rps:,.0f} requests/s: {events:,.0f} events/s, the "
-            f"work of {found.controllers} controllers of one core, each with a share of the instances. "
+        events = [scale_forms.events_per_s(found.assumed, found.split, each.rps) for each in (first, machine)]
+        text = (
+            f"Of {size}, {first.name} is used up first: it decides on {events[0]:,.0f} events/s, which are there from "
+            f"{first.rps:,.0f} requests/s on, and beyond that decode steps wait for it. With {found.controllers}, each "
+            f"with a share of the instances, the next is '{machine.name}', at {machine.rps:,.0f} requests/s and "
+            f"{events[1]:,.0f} events/s. "
         )
-    seconds = found.requests / first.rps
-    return text + f"{found.requests:,} requests take {seconds / 60:,.0f} min at the rate of the first."
+    seconds = found.requests / machine.rps
+    return text + f"{found.requests:,} requests take {seconds / 60:,.1f} min at {machine.rps:,.0f} requests/s."
 
 
 def table(found: Found) -> Table:
@@ -139,11 +140,11 @@ def page(found: Found, origin: Mapping[str, Any]) -> str:
         ),
         f"Engines report every decode step, so one controller handles "
         f"{scale_forms.steps_per_s(assumed, found.split, found.machine.rps):,.0f} steps/s and "
-        f"{scale_forms.FIXED_EVENTS * found.machine.rps:,.0f} other events/s at the rate of {found.machine.name}: "
+        f"{scale_forms.FIXED_EVENTS * found.machine.rps:,.0f} other events/s at {found.machine.rps:,.0f} requests/s: "
         f"{scale_measured.busy_s(assumed, found.split, there, found.machine.rps):.1f} s of CPU in a second. "
         f"{found.controllers} controllers would do, each with {assumed.instances / found.controllers:.0f} instances, "
-        "where a decision takes less. The policy spreads rows over all decode instances; at low rates they make many "
-        "steps of few rows, which is why one controller is used up so early. With "
+        "where a decision takes less. The policy spreads rows over all decode instances: at low rates nearly every row "
+        "has a step of its own, which is why a single controller is used up so early. With "
         f"{found.live:,.0f} live requests and {found.live_bytes / 1e3:.1f} kB for each of them (prompt ids and times "
         f"of tokens included) its memory is {found.live * found.live_bytes / 1e9:.1f} GB, however many requests there "
         "are in all.",
