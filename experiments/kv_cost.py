@@ -92,7 +92,7 @@ def main(argv: list[str]) -> None:
     if not LINK_NAMES.value:
         raise ValueError(f"links is empty; allowed: {', '.join(LINKS)}, NAME:GBITS or NAME:GBITS:rdma, with commas")
     links = [kv_cost.link(name) for name in LINK_NAMES.value]
-    if per_group > shape.layers:
+    if per_group and per_group > shape.layers:
         raise ValueError(f"stream_layers is {per_group}; allowed: at most the {shape.layers} layers of the model")
     nbytes = shape.bytes_per_token(KV_DTYPE.value) * tokens
     prefill_s, origin = prefill_of(config, tokens)

@@ -6,7 +6,7 @@ by three rules. Called by `pdjax.experiments.reproduce`; needs mooncake/conversa
 import dataclasses
 import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from pdjax import prefix, traces
@@ -159,12 +159,12 @@ def _rejection_rows(found: Sequence[Turned], tight: Sequence[Turned], ours: Turn
     return rows
 
 
-def _order(what: str, published: dict[str, float], ours: dict[str, float], why: str = "") -> Row:
+def _order(what: str, published: Mapping[str, float], ours: Mapping[str, float], why: str = "") -> Row:
     row = Row(what, _ranked(published), _ranked(ours), tolerance=0.0)
     return row if row.reached else dataclasses.replace(row, note=why)
 
 
-def _ranked(values: dict[str, float]) -> str:
+def _ranked(values: Mapping[str, float]) -> str:
     """Names by value, the largest first."""
     names = sorted(values, key=lambda name: -values[name])
     signs = (" = " if values[one] == values[other] else " > " for one, other in itertools.pairwise(names))

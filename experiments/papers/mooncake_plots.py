@@ -41,9 +41,9 @@ def draw(
     bars.set_ylim(bottom=1)
     bars.set_xticks(range(len(ttft)), [one.policy.replace(" ", "\n") for one in ttft])
     bars.set_title("mean TTFT, seconds (grey: published)", loc="left", fontsize=11)
-    for one in rejections:
-        times, values = [time_s for time_s, _ in one.loads], [load for _, load in one.loads]
-        loads.plot(times, values, color=RULES[one.rule], lw=1, label=f"{one.rule}: {one.rejected} rejected")
+    for rule in rejections:
+        times, values = [time_s for time_s, _ in rule.loads], [load for _, load in rule.loads]
+        loads.plot(times, values, color=RULES[rule.rule], lw=1, label=f"{rule.rule}: {rule.rejected} rejected")
     loads.set_ylim(bottom=0.6)
     loads.set_xlabel("seconds, at twice the trace's rate", fontsize=10)
     loads.set_title("load of the decode pool", loc="left", fontsize=11)
