@@ -58,7 +58,7 @@ def test_requests_are_taken_as_they_arrive():
 
 
 def test_requests_out_of_order_are_refused():
-    with pytest.raises(ValueError, match="request 1 arrives at 1.0 s, behind one of 2.0 s; allowed: in order"):
+    with pytest.raises(ValueError, match=r"request 1 arrives at 1\.0 s, behind one of 2\.0 s; allowed: in order"):
         simulation.simulate(fleet.build([pool()]), simulation.asks([(8, 2)] * 2, [2.0, 1.0]), Colocated())
 
 
