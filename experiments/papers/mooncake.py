@@ -80,7 +80,7 @@ def _turned(setup: Setup, rows: Sequence[traces.Row], prefillers: int, decoders:
 
 
 def _counts(one: Turned) -> dict[str, object]:
-    names = ("rule", "early", "late", "rejected", "kept", "load", "swing")
+    names = ("rule", "early", "late", "rejected", "kept", *(("load", "swing") if one.loads else ()))
     return {name: getattr(one, name) for name in names}
 
 
