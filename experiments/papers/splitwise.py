@@ -20,7 +20,7 @@ from pdjax.experiments.papers.splitwise_transfer import transfers
 
 BLOOM, LLAMA = "bloom-176b", "llama2-70b"
 DURATION_S, QUICK_S = 60.0, 30.0  # of a trace; shorter ones end before long answers have piled up
-TOLERANCE, QUICK_TOLERANCE = 0.05, 0.1  # of a highest rate
+TOLERANCE, QUICK_TOLERANCE = 0.06, 0.12  # of a highest rate: steps of 1.25 halved twice, and once
 RATIO = 0.15  # what ratios may be off
 
 BASE_A100, BASE_H100 = Design("Baseline-A100", A100, 70), Design("Baseline-H100", H100, 40)
