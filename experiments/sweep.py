@@ -40,7 +40,8 @@ class Effort:
         least, most: requests.
         max_runs: of one search.
         factor, tolerance: of `pdjax.goodput.search`.
-        budget_s: of real time for one scheduler; when it is used up, a search that has a run ends.
+        budget_s: of real time for one scheduler, if its runs take it; a search that has a run begins none that would
+            end later.
     """
 
     seeds: int
@@ -129,13 +130,14 @@ class Sweep:
         for first in (True, False):
             for seed in range(self.effort.seeds):
                 for name in self.points:
-                    known = self.trials(scheduler, name, seed)
-                    if known and time.monotonic() - began_s > self.effort.budget_s:
+                    known, guess = self.trials(scheduler, name, seed), guesses[name]
+                    ends_s = time.monotonic() - began_s + self.effort.count(guess) / guess
+                    if known and ends_s > self.effort.budget_s:
                         continue
                     if not first:
-                        self._search(scheduler, name, seed, guesses[name], known, play)
-                    elif all(trial.rate != guesses[name] for trial in known):
-                        self._trial(scheduler, name, seed, guesses[name], play)
+                        self._search(scheduler, name, seed, guess, known, play)
+                    elif all(trial.rate != guess for trial in known):
+                        self._trial(scheduler, name, seed, guess, play)
 
     def scale(self, scheduler: str, play: Play, name: str, rate: float, scales: Sequence[float]) -> None:
         """Plays seed 0 at one rate, the same for all schedulers, with the limits of a point at several scales; once, if
