@@ -18,7 +18,7 @@ from pdjax.experiments.papers.outcome import Row, Setup
 from pdjax.goodput import Estimate, estimate
 from pdjax.request import SLO
 
-SEEDS, QUICK_SEEDS = 10, 2
+SEEDS, QUICK_SEEDS = 10, 4
 COLUMNS = ("model", "system", "x_kind", "x", "per_gpu_rate_rps", "slo_attainment_pct")
 TARGET_POINTS = 6.0  # of mean absolute error
 
