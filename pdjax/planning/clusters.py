@@ -119,7 +119,10 @@ class Cluster:
     def network(self) -> Network:
         """Instances fill the nodes of their stock one after the other. Each has the NICs of its devices; in a node all
         share what one device has to the others, which is less than there is."""
-        node, links, out, into = [], [], [], []
+        links: list[Link] = []
+        node: list[int] = []
+        out: list[tuple[int, ...]] = []
+        into: list[tuple[int, ...]] = []
         inside: list[tuple[int, ...]] = []
         taken: dict[str, int] = {}
         number: dict[tuple[str, int], int] = {}

@@ -13,7 +13,7 @@ import dataclasses
 import math
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any
 
 from pdjax.goodput import Bound
 from pdjax.metrics import ATTAINMENT
@@ -25,8 +25,6 @@ from pdjax.planning.search import Outcome, Played, Progress, Workers, search, va
 from pdjax.planning.stock import Stock
 from pdjax.planning.trial import Reason
 from pdjax.request import SLO
-
-By = Literal["device", "dollar"]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +42,8 @@ class Candidate:
         price_per_hour: dollars.
         bottleneck: what requests miss their limits by when the rate is a little too high.
         estimate: the goodput that was expected of its instances alone.
-        judged: requests of each run: those that came out first have been played for longer.
+        judged: requests of each run.
+        again: it came out among the best and was played again, for longer.
     """
 
     policy: str
@@ -59,6 +58,7 @@ class Candidate:
     bottleneck: Reason
     estimate: float
     judged: int
+    again: bool
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def plan(
     slo: SLO,
     rate: float | None = None,
     *,
-    by: By = "device",
+    by: str = "device",
     compare: Sequence[tuple[int, int]] = (),
     attainment: float = ATTAINMENT,
     seed: int = 0,
@@ -127,7 +127,7 @@ def plan(
         workload: where lengths come from (`pdjax.planning.mix.sample`); requests arrive at random.
         slo: the limits of each request.
         rate: requests per second to be served with as little as possible; None: as many as the devices can.
-        by: goodput per device or per dollar.
+        by: "device" or "dollar": what the goodput is divided by.
         compare: P:D instances that are played whatever is expected of them.
         attainment: the share of requests that must keep all limits.
         seed: of lengths and arrivals.
@@ -158,21 +158,21 @@ def _plan(
     stocks: Sequence[Stock],
     mix: Mix,
     rate: float | None,
-    by: By,
+    by: str,
     model: str,
     workload: str,
     note: str,
 ) -> Plan:
-    def order(one: tuple[Candidate, Cluster]) -> tuple[bool, int, float]:
+    def order(one: tuple[Candidate, Cluster]) -> tuple[bool, bool, float]:
         candidate, cluster = one
-        return candidate.goodput >= (rate or 0.0), candidate.judged, value(candidate.goodput, cluster, rate, by)
+        return candidate.goodput >= (rate or 0.0), candidate.again, value(candidate.goodput, cluster, rate, by)
 
     pairs = [(_candidate(one), one.cluster) for one in found.played if one.found.rate]
     pairs.sort(key=order, reverse=True)
     candidates = tuple(candidate for candidate, _ in pairs)
     played = {one.cluster: one.found.rate for one in found.played}
     splits = [
-        Split(*cluster.counts, cluster.estimate, played.get(cluster))
+        Split(cluster.counts[0], cluster.counts[1], cluster.estimate, played.get(cluster))
         for cluster in sorted(found.splits, key=lambda cluster: cluster.counts)
     ]
     instances = {
@@ -209,6 +209,7 @@ def _candidate(played: Played) -> Candidate:
         found.reason,
         cluster.estimate,
         played.judged,
+        played.again,
     )
 
 

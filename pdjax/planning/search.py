@@ -9,6 +9,8 @@ reaches far less than the best so far.
 import concurrent.futures
 import dataclasses
 import multiprocessing
+import os
+import threading
 from collections.abc import Callable, Hashable, Iterable, Sequence
 
 from pdjax.fleet import Pool
@@ -29,6 +31,8 @@ RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 6, 5
 WORTH = 0.7  # of the best of its kind per cost: instances that carry less win by no rounding either
 CLOSE = 0.85  # of the best cluster: first runs are off by less, so that only these are played again, for longer
 AGAIN = 2  # clusters of a kind, at most
+GROUP = 4  # instances of a dynamic cluster: it is asked at every step, which takes long, and played in groups
+SHORT = 3  # times fewer requests are judged there
 HOPE = 1.3  # times its estimate: what a cluster may reach, since queues that are shared are shorter
 KEPT = 3  # sizes of instances of a kind and stock that clusters are made of
 PLAYED = {"colocated": 2, "colocated_chunked": 2, "splits": 5, "units": 3, "dynamic": 1}  # clusters of a kind
@@ -37,12 +41,14 @@ SLIDERS = ((2048, 256), (2048, 1024))  # TaiChi's S_P and S_D for dynamic, besid
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """A cluster and its goodput. `kind`: one of PLAYED. `judged`: requests of each run."""
+    """A cluster and its goodput. `kind`: one of PLAYED. `judged`: requests of each run. `again`: it was among the best,
+    and these are the runs that followed."""
 
     kind: str
     cluster: Cluster
     found: Found
     judged: int
+    again: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -91,7 +97,9 @@ class Workers:
         if self._count > 1:
             # Not forked: whoever plans may have threads, JAX's among them.
             context = multiprocessing.get_context("spawn")
-            self._pool = concurrent.futures.ProcessPoolExecutor(self._count, mp_context=context)
+            self._pool = concurrent.futures.ProcessPoolExecutor(
+                self._count, mp_context=context, initializer=_leave_with_parent
+            )
         return self
 
     def __exit__(self, *error: object) -> None:
@@ -128,6 +136,18 @@ class Workers:
     def _step(self, what: str) -> None:
         self._done += 1
         self._progress(self._done, self._total, what)
+
+
+def _leave_with_parent() -> None:
+    """A process whose parent was killed would wait for jobs for ever."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+
+    def watch() -> None:
+        parent.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, daemon=True).start()
 
 
 def _in_order(jobs: Iterable[_Job]) -> list[_Job]:
@@ -234,19 +254,39 @@ def _dynamic(jobs: Sequence[tuple[str, Cluster]]) -> list[tuple[str, Cluster]]:
     """The most promising split, with all instances able to do both and roles that move, and several sliders. Where no
     split promises anything, half of the best colocated instances begin as decode ones."""
     for kind, cluster in sorted(jobs, key=lambda job: job[0] != "splits"):
-        parts = cluster.parts
         if kind in COLOCATED:
-            (whole,) = parts
-            if whole.count < 2:
-                continue
+            (whole,) = cluster.parts
             half = whole.count // 2
-            parts = (
-                Part(Role.PREFILL, whole.shape, whole.count - half),
-                Part(Role.DECODE, whole.shape, half),
-            )
-        estimate = max([one.estimate for _, one in jobs if one.devices == cluster.devices])
-        return [("dynamic", Cluster("dynamic", parts, estimate, chunks=chunks)) for chunks in (None, *SLIDERS)]
+            sides = [(whole.shape, whole.count - half), (whole.shape, half)]
+        else:
+            sides = [(part.shape, cluster.groups * part.count) for part in cluster.parts]
+        counts = _in_small([count for _, count in sides])
+        parts = [
+            Part(role, shape, count)
+            for role, (shape, _), count in zip((Role.PREFILL, Role.DECODE), sides, counts, strict=True)
+            if count
+        ]
+        if len(parts) < len(sides):
+            continue
+        small = Cluster("dynamic", tuple(parts), 0.0).devices
+        groups = min(count // small[name] for name, count in cluster.devices.items())
+        estimate = max(one.estimate for _, one in jobs if one.devices == cluster.devices)
+        share = groups * sum(small.values()) / sum(cluster.devices.values())
+        return [
+            ("dynamic", Cluster("dynamic", tuple(parts), share * estimate, groups, chunks))
+            for chunks in (None, *SLIDERS)
+        ]
     return []
+
+
+def _in_small(counts: Sequence[int]) -> list[int]:
+    """So many instances of both sides in nearly the same ratio, at most GROUP together."""
+    prefill, decode = counts
+    total = prefill + decode
+    if total <= GROUP or not prefill or not decode:
+        return [prefill, decode]
+    first = min(max(round(GROUP * prefill / total), 1), GROUP - 1)
+    return [first, GROUP - first]
 
 
 def _clusters(
@@ -256,13 +296,14 @@ def _clusters(
     made = []
     for kind, cluster in jobs:
         guess = 0.9 * cluster.estimate / cluster.groups
-        task = Task(cluster.policy, cluster.pools, mix, "both", guess, JUDGED_CLUSTER, cluster.network(), RUNS_CLUSTER)
+        judged = _judged(cluster, JUDGED_CLUSTER)
+        task = Task(cluster.policy, cluster.pools, mix, "both", guess, judged, cluster.network(), RUNS_CLUSTER)
         asked = kind == "splits" and cluster.counts in compare
         hope, cost = HOPE * cluster.estimate / cluster.cost(by), cluster.cost(by) / cluster.groups
         made.append(_Job(kind, (kind, cluster), task, hope, cost, 0.0 if asked else 1.0))
     results = workers.play(made, "clusters")
     return [
-        Played(kind, cluster, _whole(results[kind, cluster], cluster), JUDGED_CLUSTER)
+        Played(kind, cluster, _whole(results[kind, cluster], cluster), _judged(cluster, JUDGED_CLUSTER))
         for kind, cluster in jobs
         if (kind, cluster) in results
     ]
@@ -286,7 +327,7 @@ def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, work
                 mix,
                 "both",
                 guess,
-                JUDGED_BEST,
+                _judged(cluster, JUDGED_BEST),
                 cluster.network(),
                 RUNS_BEST,
                 factor=1.1,
@@ -294,11 +335,15 @@ def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, work
             made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
     results = workers.play(made, "the best clusters")
     return [
-        dataclasses.replace(one, found=_whole(results[id(one)], one.cluster), judged=JUDGED_BEST)
+        Played(one.kind, one.cluster, _whole(results[id(one)], one.cluster), _judged(one.cluster, JUDGED_BEST), True)
         if id(one) in results
         else one
         for one in played
     ]
+
+
+def _judged(cluster: Cluster, usual: int) -> int:
+    return usual // SHORT if cluster.policy == "dynamic" else usual
 
 
 def _whole(found: Found, cluster: Cluster) -> Found:

@@ -128,7 +128,7 @@ def test_unknown_names_are_refused(model, devices, said):
 def candidate(policy, goodput, bottleneck="TTFT: queueing"):
     devices = {"toy": 4}
     return planner.Candidate(
-        policy, f"4 {policy}", (4,), devices, goodput, "", goodput / 4, 900 * goodput, 4.0, bottleneck, goodput, 300
+        policy, f"4 {policy}", (4,), devices, goodput, "", goodput / 4, 900 * goodput, 4.0, bottleneck, goodput, 300, True
     )
 
 
