@@ -8,6 +8,7 @@ Where a result is not reached the table says why. Exit status 0 says that the re
 import dataclasses
 import importlib
 import importlib.util
+import sys
 from pathlib import Path
 
 from absl import flags as absl_flags
@@ -22,6 +23,7 @@ from pdjax.experiments.papers.outcome import Outcome, Row, Setup
 PAPER = absl_flags.DEFINE_list("paper", ["distserve"], f"Some of {', '.join(PAPERS)}; all.")
 DATA = absl_flags.DEFINE_string("data", "", "The folder with published measurements and traces; some papers need it.")
 QUICK = absl_flags.DEFINE_bool("quick", False, "Fewer and shorter runs.")
+WIDTH = 160  # of the tables where they go to a file: notes are long
 for _name in ("seed", "out"):
     absl_flags.declare_key_flag(_name)  # --help shows these
 
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> None:
     data = Path(DATA.value).expanduser() if DATA.value else None
     if data is not None and not data.is_dir():
         raise ValueError(f"data is {DATA.value!r}, which is no folder; allowed: the one with published measurements")
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     setup = Setup(data, QUICK.value, flags.SEED.value, lambda line: console.print(line, highlight=False))
     outcomes = {}
     for name in names:
