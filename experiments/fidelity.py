@@ -3,14 +3,15 @@ rates and under several schedulers. Flags enter; a table, summary.json, the requ
 leave. Run as `python -m pdjax.experiments.fidelity [--profile=profile/profile.json]`.
 
 The simulator has the engine's instances, limits and policies, and what passes and transfers take by the profile;
-without one it is measured first (with --quick, by the warm-up). Nothing is fitted to what is compared. Rates are those
-at which the simulated attainment is TARGETS; where the real one is out of `fidelity_tables.BAND`, up to EXTRA more are
-played. With --simulate=1.05 there is no engine: its place is taken by instances in virtual time that are so many times
-as slow as the simulator believes.
+without one it is measured first (with --quick, by the warm-up). Nothing is fitted to what is compared, and latency
+models are not corrected while serving (--correct). Rates are those at which the simulated attainment is TARGETS; where
+the real one is out of `fidelity_tables.BAND`, up to EXTRA more are played. With --simulate=1.05 there is no engine: its
+place is taken by instances in virtual time that are so many times as slow as the simulator believes.
 """
 
 import dataclasses
 import importlib.util
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,7 +26,7 @@ from pdjax.experiments import profile as profiling
 from pdjax.experiments.fidelity_tables import Point, Side, side_of
 from pdjax.experiments.virtual import Limits, Virtual
 from pdjax.goodput import Trial
-from pdjax.latency import LatencyModel
+from pdjax.latency import KINDS, LatencyModel
 from pdjax.messages import InstanceSpec
 from pdjax.models import source
 from pdjax.record import RequestRecord
@@ -36,12 +37,13 @@ from pdjax.workload import Workload
 COMPARED = (*compare_tables.COLOCATED, "disaggregated", "dynamic")
 WORKLOAD = "uniform:32-224,4-44"
 QUICK_WORKLOAD = "uniform:16-112,2-22"  # half of all lengths: twice the rates
-REQUESTS, QUICK_REQUESTS = 200, 80
+REQUESTS, QUICK_REQUESTS = 200, 40
 LIMITS = Limits(2.5, 1.6)  # tight: attainment falls over a wide range of rates, not only where queues have no end
 TARGETS = (0.9, 0.7, 0.5)
 MIDDLE = 0.6  # attainment to aim at where real ones were out of the band
 EXTRA = 2  # runs per scheduler, besides those of the targets
 STEP = 1.25  # from one rate to the next where all real attainments lie on one side
+WIDE = 130  # characters of a line where there is no terminal
 SLOWNESS = 1.03  # the table says what passes that take so much longer would do
 
 SIMULATE = absl_flags.DEFINE_float(
@@ -55,7 +57,8 @@ QUICK = absl_flags.DEFINE_bool(
     "quick", False, "Fewer requests of half the lengths, and no run besides those of the targets: under 10 minutes."
 )
 
-Real = Callable[[str, Workload], Sequence[RequestRecord]]  # serves it, under a name; records in the order of requests
+# Serves it, under a name; records in the order of requests, and `pdjax.metrics.prediction` of the run.
+Real = Callable[[str, Workload], tuple[Sequence[RequestRecord], Mapping[str, Any]]]
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -101,15 +104,20 @@ def slowed(virtual: Virtual, times: float) -> Virtual:
 
 def in_virtual_time(virtual: Virtual, config: EngineConfig) -> Real:
     """Plays under the policy of a configuration."""
-    return lambda _, asked: virtual.play(build.scheduler_of(config), asked).records
+
+    def play(_: str, asked: Workload) -> tuple[Sequence[RequestRecord], Mapping[str, Any]]:
+        run = virtual.play(build.scheduler_of(config), asked)
+        return run.records, metrics.prediction(run.records, run.iterations, run.transfers)
+
+    return play
 
 
 def on_bench(bench: measured.Bench, points: list[measured.Point]) -> Real:
     """Plays on an engine; what counts is in the files. `points` gets what was played."""
 
-    def play(name: str, asked: Workload) -> Sequence[RequestRecord]:
+    def play(name: str, asked: Workload) -> tuple[Sequence[RequestRecord], Mapping[str, Any]]:
         points.append(bench.play(name, asked))
-        return measured.read_requests(points[-1].path)
+        return measured.read_requests(points[-1].path), points[-1].report.summary()["prediction"]
 
     return play
 
@@ -120,7 +128,7 @@ def rates(plan: Course, config: EngineConfig) -> tuple[list[float], float]:
     trials: list[Trial] = []
 
     def run(rate: float) -> Trial:
-        return Trial(rate, tuple(metrics.met(record) for record in play("", plan.workload(rate))))
+        return Trial(rate, tuple(metrics.met(record) for record in play("", plan.workload(rate))[0]))
 
     found = []
     for target in TARGETS:
@@ -139,8 +147,11 @@ def compare(plan: Course, config: EngineConfig, first: Sequence[float], real: Re
         rate = coming.pop(0)
         asked = plan.workload(rate)
         name = f"{config.scheduler}-rate{rate:g}"
-        sides = (side_of(real(name, asked)), side_of(simulated(name, asked)))
-        points.append(Point(config.scheduler, rate, *sides, side_of(slower(name, asked)).attainment))
+        records, predicted = real(name, asked)
+        virtual = side_of(simulated(name, asked)[0])
+        attained = side_of(slower(name, asked)[0]).attainment
+        bias = {kind: predicted[kind]["bias"] for kind in KINDS}
+        points.append(Point(config.scheduler, rate, side_of(records), virtual, attained, bias))
         inside = sum(fidelity_tables.within(point.real) for point in points)
         if not coming and inside < len(TARGETS) and len(points) < len(first) + plan.extra:
             rate = another([(point.rate, point.real) for point in points])
@@ -245,7 +256,7 @@ def main(argv: list[str]) -> None:
     kind = flags.WORKLOAD.value or (QUICK_WORKLOAD if quick else WORKLOAD)
     workload.mean_lengths(kind)  # or there are no limits
     count = flags.NUM_REQUESTS.value or (QUICK_REQUESTS if quick else REQUESTS)
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDE)
 
     def plan_of(virtual: Virtual) -> Course:
         return course(virtual, kind, count, flags.SEED.value, 0 if quick else EXTRA)
@@ -279,7 +290,8 @@ def main(argv: list[str]) -> None:
 
 absl_flags.adopt_module_key_flags(flags)  # --help shows them
 if __name__ == "__main__":
-    measured.set_defaults(max_model_len=1024, decode_max_batch=16)
+    # Without correction policies predict by the profile on both sides, and `bias` shows how fast the machine was.
+    measured.set_defaults(max_model_len=1024, decode_max_batch=16, correct=False)
     for _flag, _value in (
         (flags.SCHEDULER, ",".join(COMPARED)),
         (flags.WORKLOAD, ""),

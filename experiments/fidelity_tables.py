@@ -7,7 +7,7 @@ nearly none, keep their limits, agreeing is no art. No point is left out for how
 
 import dataclasses
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,6 +42,8 @@ class Point:
         rate: requests per second.
         slower: attainment in virtual time if all passes took a few percent longer: what such an error of the latency
             model does here.
+        bias: by kind of pass, the mean of predicted / real - 1 of the real run; None: there were none. Above 0 the
+            machine was faster than its profile.
     """
 
     scheduler: str
@@ -49,6 +51,7 @@ class Point:
     real: Side
     simulated: Side
     slower: float
+    bias: Mapping[str, float | None]
 
     @property
     def error(self) -> float:
@@ -146,11 +149,13 @@ def _line(point: Point) -> dict[str, Any]:
         "error_points": point.error,
         "judged_alike": point.alike,
         "simulated_slower": point.slower,
+        "pass_bias": dict(point.bias),
     }
 
 
 def table(points: Sequence[Point], slowness: float) -> Table:
-    """Real beside simulated, a row per point; below, the errors. `slowness`: of `Point.slower`."""
+    """Real beside simulated, a row per point. `slowness`: of `Point.slower`; passes: the bias of prefill, decode and
+    mixed ones."""
     shown = Table(title="requests that keep their limits, real / simulated", title_justify="left")
     shown.add_column("")
     headers = (
@@ -159,6 +164,7 @@ def table(points: Sequence[Point], slowness: float) -> Table:
         "points",
         "alike",
         f"{slowness - 1:.0%} slower",
+        "passes, %",
         "TTFT p50 | p90",
         "TPOT p50 | p90",
     )
@@ -175,6 +181,7 @@ def table(points: Sequence[Point], slowness: float) -> Table:
             f"{point.error:+.1f}" if point.counts else f"({point.error:+.1f})",
             f"{point.alike:.0%}",
             f"{100 * (point.slower - point.simulated.attainment):+.1f}",
+            " | ".join("-" if bias is None else f"{100 * bias:+.0f}" for bias in point.bias.values()),
             _sides(point.real.ttft_ms, point.simulated.ttft_ms),
             _sides(point.real.tpot_ms, point.simulated.tpot_ms),
         )

@@ -18,6 +18,7 @@ MODEL = LatencyModel((0.01, 0.001, 0.0, 0.002, 0.0, 0.0))
 CONFIG = EngineConfig(model="tiny", scheduler="colocated", max_model_len=512, prefill_chunk=64)
 VIRTUAL = Virtual(CONFIG, PRESETS["tiny"], lambda spec: MODEL)
 PLAN = fidelity.course(VIRTUAL, "uniform:32-96,4-12", count=30, seed=0, extra=2)
+BIAS = {"prefill": 0.01, "decode": -0.02, "mixed": None}
 
 
 def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Side:
@@ -25,7 +26,7 @@ def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Si
 
 
 def point(real: int, simulated: int, scheduler: str = "colocated") -> Point:
-    return Point(scheduler, 1.0, side(real), side(simulated), simulated / 100)
+    return Point(scheduler, 1.0, side(real), side(simulated), simulated / 100, BIAS)
 
 
 def test_errors_are_points_of_attainment() -> None:
@@ -62,7 +63,7 @@ def test_requests_are_judged_alike_one_by_one() -> None:
 
 
 def test_percentiles_are_compared_relative_to_real_ones() -> None:
-    slow = Point("colocated", 1.0, side(50, ttft=100.0, tpot=10.0), side(50, ttft=110.0, tpot=9.0), 0.5)
+    slow = Point("colocated", 1.0, side(50, ttft=100.0, tpot=10.0), side(50, ttft=110.0, tpot=9.0), 0.5, BIAS)
     found = fidelity_tables.latency_errors([slow])
     assert found["ttft_ms_p50"] == pytest.approx(0.1) and found["tpot_ms_p90"] == pytest.approx(0.1)
 
@@ -72,6 +73,7 @@ def test_the_table_shows_both_sides() -> None:
     cells = [list(column.cells) for column in table.columns]
     assert cells[2] == ["70.0 / 66.0", "99.0 / 98.0"]
     assert cells[3] == ["-4.0", "(-1.0)"]  # in brackets: does not count
+    assert cells[6] == ["+1 | -2 | -", "+1 | -2 | -"]
 
 
 def test_where_all_real_attainments_lie_on_one_side_another_rate_is_tried() -> None:
@@ -102,12 +104,21 @@ def test_slower_engines_are_seen_in_every_number() -> None:
     assert found.real.ttft_ms > found.simulated.ttft_ms and found.real.tpot_ms > found.simulated.tpot_ms
 
 
+def test_how_fast_the_real_machine_was_is_kept_by_kind_of_pass() -> None:
+    play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
+    told = {kind: {"bias": bias} for kind, bias in BIAS.items()}
+    (found,) = fidelity.compare(
+        dataclasses.replace(PLAN, extra=0), CONFIG, [5.0], lambda name, asked: (play(name, asked)[0], told)
+    )
+    assert found.bias == BIAS
+
+
 def test_rates_are_those_of_the_targets() -> None:
     chosen, seconds = fidelity.rates(PLAN, CONFIG)
     play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
     assert chosen == sorted(chosen) and seconds > 0
     for rate, target in zip(chosen, fidelity.TARGETS, strict=True):
-        records = play("", PLAN.workload(rate))
+        records, _ = play("", PLAN.workload(rate))
         assert sum(metrics.met(record) for record in records) / len(records) == pytest.approx(target, abs=0.12)
 
 
