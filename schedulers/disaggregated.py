@@ -6,7 +6,7 @@ rows to the least loaded decode instance, which pulls the KV when it has room. U
 which buffer bursts and, once full, hold up new prompts: the backpressure.
 
 What is ours: a queue's length is its prompt tokens not issued yet, then the time until what was issued is done; a
-prompt longer than `max_chunk` takes several passes; prompts that fit into the padding of a pass join it; decode
+prompt longer than `max_chunk` takes several passes; a decode instance keeps some pages free for answers that grow; prompts that fit into the padding of a pass join it; decode
 instances take rows up to their slots and pages, where DistServe takes L_m for the largest batch (more rows than have
 slots here); instances of one role are used for both when those of the other are lost. Prompts of `stream_from` tokens
 and more are pushed while they are computed, so their decode instance is named, and its pages are reserved, before:
@@ -28,6 +28,9 @@ from pdjax.schedulers.base import (
     prefillers,
     take_prompts,
 )
+
+
+SPARE = 0.05  # of an instance's pages
 
 
 class Disaggregated:
@@ -62,9 +65,9 @@ class Disaggregated:
 
     def hand_off(self, ask: Ask, cluster: ClusterView) -> int | None:
         targets = decoders(cluster.instances)
-        if targets and (best := least_loaded(targets)).room_for(ask):
+        if targets and has_room(best := least_loaded(targets), ask):
             return best.spec.index  # nearly always: nobody else has to be asked
-        targets = [view for view in targets if view.room_for(ask)]
+        targets = [view for view in targets if has_room(view, ask)]
         return least_loaded(targets).spec.index if targets else None
 
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
@@ -100,6 +103,15 @@ def least_loaded(views: list[InstanceView]) -> InstanceView:
     fewest = min(due)
     ties = [view for view, rows in zip(views, due, strict=True) if rows == fewest]
     return ties[0] if len(ties) == 1 else min(ties, key=lambda view: (view.context_tokens, view.spec.index))
+
+
+def has_room(view: InstanceView, ask: Ask) -> bool:
+    """Whether an instance takes a row: `SPARE` of its pages are left to the rows that it has, for their answers. A full
+    instance would preempt the latest, and its prompt would be computed again."""
+    if not view.room_for(ask):
+        return False
+    left = view.free_pages - view.spec.pages_for(ask.context_tokens + 1)
+    return left >= SPARE * view.spec.usable_pages or not view.rows + view.incoming
 
 
 def rows_due(view: InstanceView) -> int:
