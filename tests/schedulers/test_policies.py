@@ -155,6 +155,17 @@ def test_nothing_is_handed_off_while_no_decode_instance_has_room():
     assert Disaggregated().hand_off(Ask(), cluster) is None
 
 
+def test_disaggregated_leaves_pages_to_the_rows_that_are_there():
+    cluster = Cluster(views(Role.PREFILL, Role.DECODE))  # 64 pages of 4 tokens; the row needs 3
+    decoder = cluster.instances[1]
+    decoder.rows, decoder.free_pages = 1, 6
+    assert Disaggregated().hand_off(Ask(), cluster) is None
+    decoder.free_pages = 7  # 4 are left, a twentieth of 64 and more
+    assert Disaggregated().hand_off(Ask(), cluster) == 1
+    decoder.rows, decoder.free_pages = 0, 3
+    assert Disaggregated().hand_off(Ask(), cluster) == 1
+
+
 def taken(prompts, *, batch_tokens=0, **changes):
     """How many tokens of each prompt share the next pass; the sizes make 32 tokens the saturating length."""
     sizes = {"max_chunk": 64, "max_chunks": 9, "chunk_buckets": (16, 32, 48, 64)}
