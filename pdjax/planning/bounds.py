@@ -95,6 +95,13 @@ def decode_rate(pool: Pool, mix: Mix) -> float:
     return _decoded(pool, mix, 1.0)
 
 
+def capacity(pool: Pool, mix: Mix) -> float:
+    """Answers per second of an instance that decodes as many rows as it holds, whatever the limits: what comes faster
+    than this waits longer and longer."""
+    rows = max(most_rows(pool, mix, math.inf), 1)
+    return rows / max(mix.steps * step_s(pool, rows, mix), 1e-9)
+
+
 def mixed_rate(pool: Pool, mix: Mix) -> float:
     """Of an instance that does both: decode steps have the time that prefill leaves.
 

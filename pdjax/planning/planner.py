@@ -150,7 +150,14 @@ def plan(
     lengths, note = sample(workload, seed=seed)
     mix = Mix(lengths, slo, attainment, seed)
     found = search(hardware, mix, rate, by, Workers(workers or os.cpu_count() or 1, progress), compare)
-    return _plan(found, hardware, mix, rate, by, model, workload, note)
+    made = _plan(found, hardware, mix, rate, by, model, workload, note)
+    there = {one.instances for one in made.candidates if one.policy == "disaggregated"}
+    missing = tuple(
+        f"{p}:{d} is not shown: no instances that the devices allow for it keep the limits"
+        for p, d in compare
+        if (p, d) not in there
+    )
+    return dataclasses.replace(made, caveats=made.caveats + missing)
 
 
 def _plan(

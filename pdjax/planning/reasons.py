@@ -16,7 +16,7 @@ BINDS = {
     "TTFT: queueing": "prompts that queue",
     "TTFT: the prefill itself": "prompts that take too long, alone or in the pass that they share",
     "TPOT: decode steps": "decode steps that take too long, with the prompts between them",
-    "KV memory": "KV memory that is full",
+    "KV memory": "KV memory or row slots that are full",
     "link": "links that KV takes too long over",
 }
 
@@ -53,7 +53,7 @@ def why(
 
     Args:
         candidates: best first.
-        instances: goodput of single instances, by what they do and their size.
+        instances: goodput of single instances, by what they do and their size, small ones first.
         rate: that was asked for.
         by: "device" or "dollar".
         impossible: what rules out all instances, "" for nothing.
@@ -122,7 +122,7 @@ def _balance(instances: Mapping[str, Mapping[str, float]]) -> list[str]:
     both = [name for name in prefill if prefill[name] and decode.get(name)]
     if not both:
         return []
-    name = max(both, key=lambda name: min(prefill[name], decode[name]))
+    name = both[0]
     ratio = prefill[name] / decode[name]
     words = f"1:{ratio:.2g}" if ratio >= 1 else f"{1 / ratio:.2g}:1"
     return [

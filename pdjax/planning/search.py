@@ -24,7 +24,7 @@ from pdjax.planning.trial import Found, Phase, Task, find
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 COLOCATED = ("colocated", "colocated_chunked")
-JUDGED: dict[Phase, int] = {"prefill": 1000, "decode": 120, "both": 150}  # requests of a run of an instance
+JUDGED: dict[Phase, int] = {"prefill": 500, "decode": 120, "both": 150}  # requests of a run of an instance
 JUDGED_CLUSTER = 300
 JUDGED_BEST = 1000  # of those that come out first
 RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 6, 5
@@ -177,8 +177,8 @@ def search(
         for policy in COLOCATED:
             jobs += _top(policy, clusters.colocated(policy, rates[policy], rate), rate, by)
         jobs += _top("splits", splits, rate, by)
-        asked = [cluster for cluster in splits if cluster.counts in compare]
-        jobs += [("splits", one) for pair in compare if (one := _best_of(asked, pair, rate, by)) is not None]
+        asked = [_asked(pair, found, phases, mix) for pair in compare]
+        jobs += [("splits", one) for one in asked if one is not None]
         if any(stock.devices > stock.node_devices for stock in stocks):
             jobs += _top("units", clusters.units(rates["prefill"], rates["decode"], rate), rate, by)
         jobs += _dynamic(jobs)
@@ -244,10 +244,27 @@ def _top(kind: str, made: Iterable[Cluster], rate: float | None, by: str) -> lis
     return [(kind, cluster) for cluster in best[: PLAYED[kind]]]
 
 
-def _best_of(made: Sequence[Cluster], counts: tuple[int, int], rate: float | None, by: str) -> Cluster | None:
-    """Of the clusters with so many instances the most promising."""
-    found = [cluster for cluster in made if cluster.counts == counts]
-    return max(found, key=lambda cluster: _promise(cluster, rate, by), default=None)
+def _asked(
+    pair: tuple[int, int], found: Sequence[Shape], phases: dict[str, dict[Shape, Found]], mix: Mix
+) -> Cluster | None:
+    """The most promising cluster with so many prefill and decode instances; None where none keeps the limits."""
+    p, d = pair
+
+    def rate(name: str, shape: Shape) -> float:
+        bound = {"prefill": bounds.prefill_guess, "decode": bounds.decode_rate}[name]
+        return phases[name][shape].rate if shape in phases[name] else bound(shape.pool, mix)
+
+    best: Cluster | None = None
+    for source in found:
+        for target in found:
+            estimate = min(p * rate("prefill", source), d * rate("decode", target))
+            parts = Part(Role.PREFILL, source, p), Part(Role.DECODE, target, d)
+            cluster = Cluster("disaggregated", parts, estimate)
+            stocks = {part.shape.stock.name: part.shape.stock.devices for part in parts}
+            fits = all(used <= stocks[name] for name, used in cluster.devices.items())
+            if fits and estimate > (best.estimate if best is not None else 0.0):
+                best = cluster
+    return best
 
 
 def _dynamic(jobs: Sequence[tuple[str, Cluster]]) -> list[tuple[str, Cluster]]:

@@ -102,7 +102,19 @@ def find(task: Task) -> Found:
     found = goodput.crossing(trials, task.mix.attainment)
     too_high = [rate for rate, one in runs.items() if one.trial.attainment < task.mix.attainment]
     reason = runs[min(too_high)].reason if too_high else ""
+    most = _capacity(task)
+    if found.rate > most and found.bound != "at most":
+        # Requests are too few to show it: a queue that grows takes a while to use up what the limits leave.
+        return Found(most, "", "KV memory", len(trials))
     return Found(0.0 if found.bound == "at most" else found.rate, found.bound, reason, len(trials))
+
+
+def _capacity(task: Task) -> float:
+    """What instances that decode have memory and slots for."""
+    if task.phase == "prefill":
+        return math.inf
+    decoding = [pool for pool in task.pools if pool.role is not Role.PREFILL or task.policy == "dynamic"]
+    return sum(pool.count * bounds.capacity(pool, task.mix) for pool in decoding)
 
 
 def play(task: Task, rate: float) -> Run:

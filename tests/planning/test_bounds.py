@@ -56,3 +56,9 @@ def test_the_guess_of_a_prefill_instance_is_below_its_bound_and_grows_with_the_l
 
 def test_requests_longer_than_an_instance_holds_are_not_served():
     assert bounds.decode_rate(pool(kv_tokens=100), ALIKE) == 0
+
+
+def test_an_instance_ends_no_more_answers_than_its_full_batch():
+    full = pool(max_rows=50)
+    assert bounds.capacity(full, ALIKE) == pytest.approx(50 / (10 * 0.015))
+    assert bounds.capacity(full, ALIKE) >= bounds.decode_rate(full, ALIKE)

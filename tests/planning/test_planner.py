@@ -69,6 +69,11 @@ def test_progress_ends_where_it_is_complete():
     assert told[-1][0] == told[-1][1] and [done for done, _, _ in told] == list(range(1, len(told) + 1))
 
 
+def test_a_split_that_cannot_be_is_said_to_be_none():
+    found = plan([toys.stock(devices=2)], SLO(ttft_ms=5, tpot_ms=2), compare=[(4, 12)])
+    assert any("4:12 is not shown" in line for line in found.caveats)
+
+
 @pytest.mark.parametrize(
     ("field", "change"),
     [("rate", {"rate": 0.0}), ("by", {"by": "watt"}), ("workers", {"workers": -1}), ("workload", {"workload": "chat"})],
@@ -128,7 +133,19 @@ def test_unknown_names_are_refused(model, devices, said):
 def candidate(policy, goodput, bottleneck="TTFT: queueing"):
     devices = {"toy": 4}
     return planner.Candidate(
-        policy, f"4 {policy}", (4,), devices, goodput, "", goodput / 4, 900 * goodput, 4.0, bottleneck, goodput, 300, True
+        policy,
+        f"4 {policy}",
+        (4,),
+        devices,
+        goodput,
+        "",
+        goodput / 4,
+        900 * goodput,
+        4.0,
+        bottleneck,
+        goodput,
+        300,
+        True,
     )
 
 
