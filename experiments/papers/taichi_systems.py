@@ -108,7 +108,8 @@ class Played:
     transfer_share: float
 
     def met(self, slo: SLO) -> tuple[bool, ...]:
-        return tuple((self.ttft_ms <= (slo.ttft_ms or math.inf)) & (self.tpot_ms <= (slo.tpot_ms or math.inf)))
+        kept = (self.ttft_ms <= (slo.ttft_ms or math.inf)) & (self.tpot_ms <= (slo.tpot_ms or math.inf))
+        return tuple(kept.tolist())
 
 
 def play(system: System, rate: float, slo: SLO, count: int, seed: int) -> Report:
@@ -158,6 +159,6 @@ class Bench:
             if system in found:
                 return max(found.items(), key=lambda item: item[1])
             run = functools.partial(self.trial, system, slo=slo)
-            trials = search(run, rate, factor=1.2, tolerance=0.06, max_runs=8)
+            trials = search(run, rate, factor=1.2, tolerance=0.06, max_runs=12)
             found[system] = crossing(trials).rate
             rate = rounded(found[system])
