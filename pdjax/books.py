@@ -31,6 +31,7 @@ class Books:
         queue: WAITING and not placed, first come first.
         held: MIGRATING without a transfer: their KV waits on the prefill side.
         backlog: some held request found no room.
+        relieved: pages or slots have come back, or who may use them has changed, since the held ones were asked about.
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
@@ -53,6 +54,7 @@ class Books:
         self.queue: list[Live] = []
         self.held: list[Live] = []
         self.backlog = False
+        self.relieved = True
         self.traffic = Traffic()
         self.wait = ""
         self.commands: list[Command] = []
@@ -108,6 +110,7 @@ class Books:
 
     def hold(self, live: Live) -> None:
         bisect.insort(self.held, live, key=lambda other: other.order)
+        self.relieved = True
 
     def fits(self, lane: Lane, live: Live) -> bool:
         """Whether the first chunk can have its pages and slot: nobody who holds KV must be waiting for them."""
@@ -237,15 +240,17 @@ class Books:
     # --- out --------------------------------------------------------------------------------------------------------
 
     def retire(self, live: Live, state: State) -> None:
-        if live.state is State.DECODING:
-            self.instances[live.home].settle(live)
+        lanes = self._lanes(live)
+        if live.state is State.DECODING:  # it holds nothing where it was computed
+            lanes = [self.instances[live.home]]
+            lanes[0].settle(live)
         self._unassign(live)
         live.to(state)
         if live in self.queue:
             self.queue.remove(live)
         if live in self.held:
             self.held.remove(live)
-        for lane in self._lanes(live):
+        for lane in lanes:
             lane.leave(live)
             if live in lane.prefills:
                 lane.dequeue(live)

@@ -12,11 +12,11 @@ from pdjax.live import Live
 from pdjax.messages import Chunk
 from pdjax.request import State
 from pdjax.revisions import Reviser, revise, turn
-from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
+from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait, traits_of
 
 MAX_ASIDE = 16  # requests that may step aside at a time: each is asked about again after every event
 
-MAX_WAITING = 16  # requests whose KV waits, and who find no room, before those behind them are not asked about
+MAX_WAITING = 4  # requests whose KV waits, and who find no room, before those behind them are not asked about
 
 
 def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -> list[tuple[Live, str]]:
@@ -31,13 +31,17 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
     Raises:
         ValueError: the policy named what is not there.
     """
+    steady = traits_of(scheduler).steady  # it finds no room for a row until some has come back
     if books.flips:
         turn(books)
     rejected = [] if reviser is None else revise(books, reviser)
     progress = True
     while progress:  # somebody may have been preempted: its pages are free, and it waits again
         progress = False
-        _hand_off(books, scheduler)
+        if not books.held:
+            books.backlog = False
+        elif books.relieved or not steady:
+            _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in _stirred(books):
             while (room := (lane.prefills or lane.batch) and lane.has_room) and _iterate(books, scheduler, lane):
@@ -79,7 +83,7 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
         else:
             books.instances[target].expect(live)
             books.transfer(live, target, "whole")
-    books.held = waiting
+    books.held, books.relieved = waiting, False
     books.backlog = bool(waiting)
 
 
@@ -184,6 +188,7 @@ def _grow(books: Books, lane: Lane) -> bool:
             victim = max([*lane.batch.rows.values(), *started], key=lambda other: other.order)
             victim.preemptions += 1
             books.retire(victim, State.PREEMPTED)
+    books.relieved = books.relieved or lane.starved
     lane.starved = False
     return True
 

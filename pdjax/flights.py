@@ -124,6 +124,11 @@ class Flights:
         return total
 
     @property
+    def oldest(self) -> int:
+        """The number of the first iteration that is not done, or of the next one."""
+        return self._flights[0].iteration.number + self._flights[0].done if self._flights else self.number + 1
+
+    @property
     def room(self) -> bool:
         """For one more."""
         return self._run is None and self._left < self._most

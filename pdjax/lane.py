@@ -8,7 +8,6 @@ queue cuts the run there. So every view and every decision is what it would be w
 """
 
 import bisect
-from collections import deque
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
@@ -27,6 +26,8 @@ from pdjax.slots import Slots
 
 class Desk(Protocol):
     """What a lane needs of the books that it is part of."""
+
+    relieved: bool
 
     @property
     def now(self) -> float: ...
@@ -65,7 +66,7 @@ class Lane:
         self._leaves: list[int] = []
         self._joins: list[tuple[Live, int | None]] = []
         self._grows: list[tuple[int, int]] = []
-        self._barriers: deque[tuple[int, Live]] = deque()
+        self._barriers: list[tuple[int, Live]] = []  # by number
         self._reported = False  # something, since the last decision
         self._pending_tokens = 0
 
@@ -215,6 +216,7 @@ class Lane:
 
     def give_back(self, live: Live, *, slot: int | None) -> None:
         self.pool.release(live.id)
+        self._desk.relieved = True
         self._incoming.pop(live.id, None)
         if slot is not None:
             self._slots.append(slot)
@@ -225,6 +227,7 @@ class Lane:
         assert live.slot is not None
         self.settle(live)
         self._slots.append(live.slot)
+        self._desk.relieved = True
 
     # --- the decode batch -------------------------------------------------------------------------------------------
 
@@ -234,6 +237,7 @@ class Lane:
         self._cut()
         self._desk.stirred.add(self.spec.index)
         self._incoming.pop(live.id, None)
+        live.last_pass = None
         self.batch.join(live)
         self._joins.append((live, token))
         self._table.take(live, self.batch.offsets[live.slot] - len(live.request.prompt_ids), here=True)
@@ -244,7 +248,9 @@ class Lane:
         if slot is None or not self.holds(live):
             return
         self._cut()
+        live.last_pass = self.in_flight.number
         self.batch.leave(slot)
+        self._desk.relieved = True
         self._table.leave(slot)
         self.starved = self.starved and bool(self.batch)
         for waiting in self._joins:
@@ -363,11 +369,13 @@ class Lane:
         return bool(self._barriers)
 
     def barrier(self, live: Live) -> bool:
-        """Makes `live` hold on until all that is now in flight here is done; False if nothing is."""
-        if not self.in_flight:
+        """Makes `live` hold on until nothing that is in flight here can touch its pages; False if nothing can."""
+        if live.last_pass is None:
+            self._cut()  # or the end of its last issued step would be reported with later ones
+        number = self.in_flight.number if live.last_pass is None else live.last_pass
+        if number < self.in_flight.oldest:
             return False
-        self._cut()  # or the end of its last issued step would be reported with later ones
-        self._barriers.append((self.in_flight.number, live))
+        bisect.insort(self._barriers, (number, live), key=lambda barrier: barrier[0])
         live.holds += 1
         return True
 
@@ -375,7 +383,7 @@ class Lane:
         """The requests whose barrier ends with this iteration."""
         out = []
         while self._barriers and self._barriers[0][0] <= number:
-            live = self._barriers.popleft()[1]
+            live = self._barriers.pop(0)[1]
             live.holds -= 1
             out.append(live)
         return out
@@ -384,6 +392,7 @@ class Lane:
         """The instance is gone: forget its queue, batch and iterations; returns the requests freed of a barrier."""
         self.in_flight.tick(self._desk.now)
         self.alive = False
+        self._desk.relieved = True
         self.in_flight.forget()
         return self.passed(self.in_flight.number)
 

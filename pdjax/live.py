@@ -24,6 +24,7 @@ class Live:
         transfer: key of its open transfer; `arrived`: a transfer of this attempt is complete.
         restarts: how often it started over; `failures`: how often since its transfer failed.
         degraded: the laxer class that it was put into.
+        last_pass: number of the last iteration that has its row, once that has left its batch.
         moving: its row was taken out of a batch, to go on on this instance; None once it does.
         moves: what came of it, in order.
         computed_on: where this attempt was prefilled, once its row has moved: `place` then says what is next.
@@ -51,6 +52,7 @@ class Live:
     failures: int = 0
     note: str = ""
     degraded: SLOClass | None = None
+    last_pass: int | None = None
     moving: int | None = None
     moves: list[MoveRecord] = dataclasses.field(default_factory=list)
     computed_on: int | None = None
@@ -133,7 +135,7 @@ class Live:
         self.context = self.request.prompt_ids + tuple(self.tokens[:-1])
         self.prefilled = len(self.context)
         self.first = self.tokens[-1]
-        self.decode_on = self.slot = None
+        self.decode_on = self.slot = self.last_pass = None
         self.arrived = False
 
     @property
@@ -155,6 +157,7 @@ class Live:
         self.context = self.request.prompt_ids + tuple(self.tokens)
         self.prefilled = 0
         self.place = self.decode_on = self.slot = self.first = self.moving = self.computed_on = None
+        self.last_pass = None
         self.arrived = False
         self.timeline.transfer_start_s = self.timeline.transfer_end_s = self.timeline.decode_start_s = None
         self.attempt += 1

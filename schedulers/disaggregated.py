@@ -6,11 +6,12 @@ rows to the least loaded decode instance, which pulls the KV when it has room. U
 which buffer bursts and, once full, hold up new prompts: the backpressure.
 
 What is ours: a queue's length is its prompt tokens not issued yet, then the time until what was issued is done; a
-prompt longer than `max_chunk` takes several passes; a decode instance keeps some pages free for answers that grow; prompts that fit into the padding of a pass join it; decode
-instances take rows up to their slots and pages, where DistServe takes L_m for the largest batch (more rows than have
-slots here); instances of one role are used for both when those of the other are lost. Prompts of `stream_from` tokens
-and more are pushed while they are computed, so their decode instance is named, and its pages are reserved, before:
-that is Splitwise's (section IV-C), which streams long prompts only.
+prompt longer than `max_chunk` takes several passes; a decode instance keeps some pages free for answers that grow;
+prompts that fit into the padding of a pass join it; decode instances take rows up to their slots and pages, where
+DistServe takes L_m for the largest batch (more rows than have slots here); instances of one role are used for both when
+those of the other are lost. Prompts of `stream_from` tokens and more are pushed while they are computed, so their
+decode instance is named, and its pages are reserved, before: that is Splitwise's (section IV-C), which streams long
+prompts only.
 """
 
 import math
@@ -28,7 +29,6 @@ from pdjax.schedulers.base import (
     prefillers,
     take_prompts,
 )
-
 
 SPARE = 0.05  # of an instance's pages
 
