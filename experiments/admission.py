@@ -4,7 +4,8 @@ enter; a table, summary.json and a picture leave. Run as `python -m pdjax.experi
 The sustainable rate is the predicted goodput of the scheduler without admission (`pdjax.goodput`), in virtual time by
 the latency profile. Of the requests that were rejected, each is taken in after all in a simulation of that moment: the
 same requests up to then, admitted and rejected as they were, and nobody after. A rejection was right if that one then
-misses its limits, or makes another miss that would not have.
+misses its limits, or makes another miss that would not have. Of engines, passes there take what they took on them in
+the end: the latency models as they were corrected.
 """
 
 import dataclasses
@@ -164,11 +165,13 @@ def measure(plan: Course, config: EngineConfig, out: str) -> list[dict[str, Any]
         )
         with measured.Bench(own, out, pace) as bench:
             played = [bench.play(f"{mode}-{times:g}", plan.workload(times)).report for times in plan.times]
+            latency = bench.engine.latency
         recorded = eventlog.read(log)
+        header = dataclasses.replace(recorded.header, latency=latency)
         requests = rerun.workload_of(recorded)
         for index, (times, run) in enumerate(zip(plan.times, played, strict=True)):
             own_requests = requests[index * plan.count : (index + 1) * plan.count]
-            right = checked(run, own_requests, played[0].start_s, recorded.header)
+            right = checked(run, own_requests, played[0].start_s, header)
             points.append(line(mode, times, times * plan.sustainable_rps, run, right))
     return points
 

@@ -32,8 +32,6 @@ WORKERS = absl_flags.DEFINE_integer("workers", 0, "Processes; 0: one for each co
 _SHARED = "model workload rate slo ttft_slo_ms tpot_slo_ms e2e_slo_ms attainment profile seed out"
 for _name in _SHARED.split():
     absl_flags.declare_key_flag(_name)  # --help shows these
-absl_flags.set_default(flags.MODEL, "llama2-7b")
-absl_flags.set_default(flags.WORKLOAD, "fixed:512,64")
 
 SHOWN = 12  # candidates of the table
 
@@ -142,4 +140,6 @@ def _write(found: planner.Plan, title: str, folder: str) -> None:
 if __name__ == "__main__":
     from pdjax.experiments import launcher
 
+    absl_flags.set_default(flags.MODEL, "llama2-7b")
+    absl_flags.set_default(flags.WORKLOAD, "fixed:512,64")
     launcher.run(main)

@@ -7,6 +7,7 @@ The controller changes it as events come, the decisions as the policy decides; p
 import bisect
 import dataclasses
 import heapq
+import math
 from collections import deque
 from collections.abc import Sequence
 from typing import Literal
@@ -25,6 +26,7 @@ class Books:
 
     Attributes:
         now: the time of the event being handled, seconds.
+        steady: whether the policy is (`pdjax.schedulers.base.Traits`).
         max_steps: of a run.
         instances: a lane per instance.
         live: engine id -> request, until it has ended and nothing can touch its pages any more.
@@ -46,9 +48,12 @@ class Books:
         latency: Sequence[Latency],
         transfer_timeout_s: float,
         max_steps: int = 1,
+        *,
+        steady: bool = False,
     ) -> None:
         self.now = 0.0
-        self.max_steps = max_steps
+        self.steady = steady
+        self.max_steps = max_steps if steady else 1
         self.instances = [Lane(spec, model, self) for spec, model in zip(specs, latency, strict=True)]
         self.live: dict[int, Live] = {}
         self.queue: list[Live] = []
@@ -175,7 +180,9 @@ class Books:
             self._deadlines.popleft()
         while self._expiries and self._expiries[0][1] not in self.live:
             heapq.heappop(self._expiries)
-        return min((queue[0][0] for queue in (self._deadlines, self._expiries) if queue), default=None)
+        if not self._expiries:
+            return self._deadlines[0][0] if self._deadlines else None
+        return min(self._expiries[0][0], self._deadlines[0][0] if self._deadlines else math.inf)
 
     def overdue(self) -> list[tuple[int, Live]]:
         """Transfers past their deadline that nobody has given up yet; each is told once."""

@@ -19,6 +19,7 @@ object drives real meshes and a simulation, and the same events give the same co
 """
 
 import itertools
+import math
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -94,7 +95,7 @@ class Controller:
     ) -> None:
         if correct and max_steps > 1:
             raise ValueError(f"max_steps is {max_steps}; allowed with correct, which looks at every pass: 1")
-        self.books = Books(specs, latency, transfer_timeout_s, max_steps if traits_of(scheduler).steady else 1)
+        self.books = Books(specs, latency, transfer_timeout_s, max_steps, steady=traits_of(scheduler).steady)
         self._scheduler, self._reviser = scheduler, reviser_of(scheduler)
         self._sink = sink
         self._max_queue = max_queue
@@ -145,8 +146,10 @@ class Controller:
 
     def next_deadline(self) -> float | None:
         """When `handle` wants a Tick at the latest."""
-        given_up = None if self._stalled_s is None else self._stalled_s + STALL_S
-        return min((time for time in (self.books.next_deadline(), given_up) if time is not None), default=None)
+        deadline = self.books.next_deadline()
+        if self._stalled_s is None:
+            return deadline
+        return min(self._stalled_s + STALL_S, math.inf if deadline is None else deadline)
 
     def fail_all(self, error: str) -> None:
         """Ends every live request: the cluster is gone and will report nothing more."""

@@ -12,7 +12,7 @@ from pdjax.live import Live
 from pdjax.messages import Chunk
 from pdjax.request import State
 from pdjax.revisions import Reviser, revise, turn
-from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait, traits_of
+from pdjax.schedulers.base import Ask, Place, Plan, Reject, Scheduler, Wait
 
 MAX_ASIDE = 16  # requests that may step aside at a time: each is asked about again after every event
 
@@ -31,7 +31,6 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
     Raises:
         ValueError: the policy named what is not there.
     """
-    steady = traits_of(scheduler).steady  # it finds no room for a row until some has come back
     if books.flips:
         turn(books)
     rejected = [] if reviser is None else revise(books, reviser)
@@ -40,7 +39,7 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
         progress = False
         if not books.held:
             books.backlog = False
-        elif books.relieved or not steady:
+        elif books.relieved or not books.steady:  # a steady policy finds no room until some has come back
             _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in _stirred(books):

@@ -85,6 +85,10 @@ class Lane:
         return len(self._incoming)
 
     @property
+    def rows_due(self) -> int:
+        return len(self.batch.rows) + len(self._incoming) + len(self._assigned)
+
+    @property
     def assigned(self) -> Collection[Ask]:
         return self._assigned.values()  # no copy: there may be thousands
 

@@ -156,6 +156,11 @@ class InstanceView(Protocol):
         ...
 
     @property
+    def rows_due(self) -> int:
+        """Decode rows that run here, are on their way, or are assigned."""
+        ...
+
+    @property
     def context_tokens(self) -> int:
         """Sum of the rows' contexts."""
         ...
@@ -375,7 +380,7 @@ def traits_of(scheduler: Scheduler) -> Traits:
 def able(instances: Iterable[InstanceView], *roles: Role) -> list[InstanceView]:
     """The living instances that have one of the roles, and are not about to lose it."""
     turning = (None, *roles)  # made once: asked for with every decision
-    return [view for view in instances if view.alive and view.role in roles and view.next_role in turning]
+    return [view for view in instances if view.role in roles and view.alive and view.next_role in turning]
 
 
 def prefillers(instances: Sequence[InstanceView]) -> list[InstanceView]:

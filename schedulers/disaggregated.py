@@ -99,7 +99,7 @@ def shortest_queue(views: list[InstanceView]) -> InstanceView:
 
 def least_loaded(views: list[InstanceView]) -> InstanceView:
     """The decode instance with the fewest rows, running, on their way or promised; ties by context, then by number."""
-    due = [rows_due(view) for view in views]  # as above
+    due = [view.rows_due for view in views]  # as above
     fewest = min(due)
     ties = [view for view, rows in zip(views, due, strict=True) if rows == fewest]
     return ties[0] if len(ties) == 1 else min(ties, key=lambda view: (view.context_tokens, view.spec.index))
@@ -112,8 +112,3 @@ def has_room(view: InstanceView, ask: Ask) -> bool:
         return False
     left = view.free_pages - view.spec.pages_for(ask.context_tokens + 1)
     return left >= SPARE * view.spec.usable_pages or not view.rows + view.incoming
-
-
-def rows_due(view: InstanceView) -> int:
-    """Decode rows that run on an instance, are on their way to it, or will be when their prompts are computed."""
-    return view.rows + view.incoming + len(view.assigned)

@@ -48,14 +48,14 @@ class Forecast:
         """What no longer waiting makes worse: the first limit on TPOT or ITL that would be missed, in words."""
         for name, value, limit in (("TPOT", self.tpot_ms, slo.tpot_ms), ("ITL", self.itl_ms, slo.itl_p99_ms)):
             if limit is not None and value * (1 + MARGIN) > limit:
-                return f"{name} {value:.1f} > {limit:g} ms"
+                return f"{name} {value:.1f} + {MARGIN:.0%} > {limit:g} ms"
         return ""
 
     def broken(self, slo: SLO) -> str:
         """The first limit that would be missed, in words; "": none."""
         for name, value, limit in (("TTFT", self.ttft_ms, slo.ttft_ms), ("E2E", self.e2e_ms, slo.e2e_ms)):
             if limit is not None and value + MARGIN * (value - self.waited_ms) > limit:
-                return f"{name} {value:.0f} > {limit:g} ms"
+                return f"{name} {value:.0f} + {MARGIN:.0%} > {limit:g} ms"
         return self.steady_broken(slo)
 
     @property

@@ -21,7 +21,7 @@ from pdjax.latency import saturating_tokens
 from pdjax.messages import Role
 from pdjax.schedulers.base import Ask, ClusterView, Flip, InstanceView, Place, Plan, Traits, Wait, able, take_prompts
 from pdjax.schedulers.colocated import MAX_STREAK
-from pdjax.schedulers.disaggregated import check_stream_from, least_loaded, rows_due, shortest_queue
+from pdjax.schedulers.disaggregated import check_stream_from, least_loaded, shortest_queue
 
 QUEUE_PASSES = 4  # of the largest size that may wait before others are asked
 
@@ -56,7 +56,7 @@ class Splitwise:
         index, to = source.spec.index, target.spec.index
         reason = (
             f"splitwise: {source.role.value} {index} has {source.pending_tokens} pending tokens, "
-            f"{target.role.value} {to} {rows_due(target)} rows"
+            f"{target.role.value} {to} {target.rows_due} rows"
         )
         streams = self._stream_from is not None and ask.context_tokens >= self._stream_from and index != to
         return Place(index, to, "stream" if streams else "whole", reason)
@@ -101,7 +101,7 @@ def _target(ask: Ask, cluster: ClusterView) -> InstanceView | None:
         if pool := able(cluster.instances, role):
             best = least_loaded(pool)
             pages = sum(_pages(best, other) for other in (*best.assigned, ask))
-            if rows_due(best) < best.spec.max_rows and pages <= best.free_pages:
+            if best.rows_due < best.spec.max_rows and pages <= best.free_pages:
                 return best
     return None
 
@@ -124,7 +124,7 @@ def _both(cluster: ClusterView) -> Place | Wait:
 
 def _pending(view: InstanceView) -> int:
     """Tokens that an instance still has to compute in its next passes: those of prompts, and one per row."""
-    return view.pending_tokens + rows_due(view)
+    return view.pending_tokens + view.rows_due
 
 
 def _give_back(cluster: ClusterView) -> list[Flip]:
@@ -132,7 +132,7 @@ def _give_back(cluster: ClusterView) -> list[Flip]:
     mixed = able(cluster.instances, Role.MIXED)
     for view in mixed:
         origin = view.spec.role
-        drained = not view.prefills if origin is Role.DECODE else not rows_due(view)
+        drained = not view.prefills if origin is Role.DECODE else not view.rows_due
         missing = Role.PREFILL if origin is Role.DECODE else Role.DECODE  # the work that it stops doing
         others = len(mixed) > 1 or able(cluster.instances, missing)
         if origin is not Role.MIXED and drained and others:

@@ -81,7 +81,7 @@ def test_the_table_of_placements_has_every_scheduler():
 
 def test_every_flag_that_is_named_exists():
     named = set(re.findall(r"--(\w+)(?=[=`])", README)) - {"help"}
-    named -= {"simulate", "quick"}  # of single launchers
+    named -= {"simulate", "quick", "paper"}  # of single launchers
     assert named >= {"scheduler", "workload", "stream_layers"}
     assert named <= set(flags.given())
 

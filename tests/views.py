@@ -55,6 +55,10 @@ class View:
         return self.became or self.spec.role
 
     @property
+    def rows_due(self):
+        return self.rows + self.incoming + len(self.assigned)
+
+    @property
     def load(self):
         return Load((), self.rows, self.context_tokens, self.attended_tokens)
 

@@ -25,18 +25,17 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 
 COLOCATED = ("colocated", "colocated_chunked")
 JUDGED: dict[Phase, int] = {"prefill": 500, "decode": 120, "both": 150}  # requests of a run of an instance
-JUDGED_CLUSTER = 300
+JUDGED_CLUSTER = 200
 JUDGED_BEST = 1000  # of those that come out first
-RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 6, 5
-WORTH = 0.7  # of the best of its kind per cost: instances that carry less win by no rounding either
+RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 5, 4
+WORTH = 0.8  # of the best of its kind per cost: instances that carry less win by no rounding either
 CLOSE = 0.85  # of the best cluster: first runs are off by less, so that only these are played again, for longer
-AGAIN = 2  # clusters of a kind, at most
 GROUP = 4  # instances of a dynamic cluster: it is asked at every step, which takes long, and played in groups
 SHORT = 3  # times fewer requests are judged there
 HOPE = 1.3  # times its estimate: what a cluster may reach, since queues that are shared are shorter
 KEPT = 3  # sizes of instances of a kind and stock that clusters are made of
-PLAYED = {"colocated": 2, "colocated_chunked": 2, "splits": 5, "units": 3, "dynamic": 1}  # clusters of a kind
-SLIDERS = ((2048, 256), (2048, 1024))  # TaiChi's S_P and S_D for dynamic, beside what instances take
+PLAYED = {"colocated": 1, "colocated_chunked": 1, "splits": 3, "units": 2, "dynamic": 1}  # clusters of a kind
+SLIDERS = ((2048, 256),)  # TaiChi's S_P and S_D for dynamic, beside what instances take
 
 
 @dataclasses.dataclass(frozen=True)
@@ -327,29 +326,19 @@ def _clusters(
 
 
 def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, workers: Workers) -> list[Played]:
-    """The best of each kind for longer, in the place of their first runs."""
+    """The best of each kind that comes near the best of all, for longer, in the place of its first runs."""
     worth = {id(one): value(one.found.rate, one.cluster, rate, by) for one in played}
     best = max(worth.values(), default=0.0)
-    chosen: dict[str, list[Played]] = {}
-    for one in sorted(played, key=lambda one: -worth[id(one)]):
-        if best and worth[id(one)] >= CLOSE * best and len(chosen.setdefault(one.kind, [])) < AGAIN:
-            chosen[one.kind].append(one)
+    chosen: dict[str, Played] = {}
+    for one in played:
+        if best and worth[id(one)] >= CLOSE * best:
+            chosen[one.kind] = max(chosen.get(one.kind, one), one, key=lambda one: worth[id(one)])
     made = []
-    for kind, several in chosen.items():
-        for one in several:
-            cluster, guess = one.cluster, one.found.rate / one.cluster.groups
-            task = Task(
-                cluster.policy,
-                cluster.pools,
-                mix,
-                "both",
-                guess,
-                _judged(cluster, JUDGED_BEST),
-                cluster.network(),
-                RUNS_BEST,
-                factor=1.1,
-            )
-            made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
+    for kind, one in chosen.items():
+        cluster, guess = one.cluster, one.found.rate / one.cluster.groups
+        judged, network = _judged(cluster, JUDGED_BEST), cluster.network()
+        task = Task(cluster.policy, cluster.pools, mix, "both", guess, judged, network, RUNS_BEST, factor=1.1)
+        made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
     results = workers.play(made, "the best clusters")
     return [
         Played(one.kind, one.cluster, _whole(results[id(one)], one.cluster), _judged(one.cluster, JUDGED_BEST), True)

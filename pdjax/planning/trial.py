@@ -35,7 +35,7 @@ Reason = Literal["", "TTFT: queueing", "TTFT: the prefill itself", "TPOT: decode
 
 FULL = 0.8  # of the KV memory held on average counts as full: rows come and go in whole requests
 FIRST = 0.1  # of the judged requests go before them where no answers are decoded
-WARM = 1.5  # times as long as an answer takes, requests come before them where answers are
+WARM = 1.2  # times as long as an answer takes, requests come before them where answers are
 TOLERANCE = 0.06  # of a goodput: within the bracket that is left it is interpolated
 
 

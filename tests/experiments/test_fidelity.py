@@ -7,7 +7,8 @@ import pytest
 
 from pdjax import metrics
 from pdjax.config import EngineConfig
-from pdjax.experiments import fidelity, fidelity_tables
+from pdjax.experiments import fidelity_runs as fidelity
+from pdjax.experiments import fidelity_tables
 from pdjax.experiments.fidelity_tables import Point, Side
 from pdjax.experiments.virtual import Virtual
 from pdjax.latency import LatencyModel
