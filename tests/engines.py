@@ -58,7 +58,7 @@ def settle(engine: pdjax.Engine) -> None:
 def poison(engine: pdjax.Engine) -> None:
     """NaN in every free page; 1e4 in a page when it is given out: rows of an earlier owner. Page 0 stays zero."""
     for lane, thread in zip(engine._controller.books.instances, engine._cluster._lanes, strict=True):
-        lane._pool = _Poisoned(lane.spec, thread)
+        lane._pool = lane.batch._pool = _Poisoned(lane.spec, thread)
 
 
 def ids(seed, length):
