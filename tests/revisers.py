@@ -91,14 +91,16 @@ class Turncoat(Nomads):
     def __init__(self) -> None:
         super().__init__(stay=3)
         self._flips = [(0, Role.MIXED), (1, Role.PREFILL), (0, Role.DECODE), (1, Role.MIXED), (0, Role.PREFILL)]
-        self._asked = 0
+        self._made = {}  # tokens of each request: flips are due by these, not by how often a busy machine lets us ask
+        self._due = 5
 
     def revise(self, cluster):
         out = super().revise(cluster)
-        self._asked += 1
+        self._made |= {row.ask.id: row.generated for view in cluster.instances for row in view.running}
+        made = sum(self._made.values())
         settled = all(view.next_role is None for view in cluster.instances)
-        if self._flips and settled and self._asked >= 15:
-            self._asked = 0
+        if self._flips and settled and made >= self._due:
+            self._due = made + 5
             out.append(Flip(*self._flips.pop(0), "to and fro"))
         return out
 
