@@ -21,6 +21,7 @@ from pdjax.metrics import ATTAINMENT
 Bound = Literal["", "at least", "at most", "unknown"]
 CONFIDENCE = 0.95
 RESAMPLES = 1000  # of a bootstrap
+SEEDS_FOR_T = 3  # with two, Student's t gives 13 standard errors either way, which says nothing
 DIGITS = 3  # of the rates that a search tries: searches that share runs meet at the same rates
 
 
@@ -181,14 +182,14 @@ def rounded(rate: float) -> float:
 
 def mean(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> float:
     """The value of `estimate`, without its interval."""
-    return math.exp(sum(math.log(crossing(trials, target).rate) for trials in seeds) / len(seeds))
+    return _middle([crossing(trials, target).rate for trials in seeds])
 
 
 def estimate(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Estimate:
     """The goodput and its interval.
 
-    With several seeds: Student's t over the logarithms of their goodputs. With one: a percentile bootstrap over the
-    requests of each run. Requests of one run wait for each other, so this interval is rather too narrow.
+    With three seeds or more: Student's t over the logarithms of their goodputs. With fewer: a percentile bootstrap over
+    the requests of each run. Requests of one run wait for each other, so this interval is rather too narrow.
 
     Args:
         seeds: the runs of each seed.
@@ -197,9 +198,10 @@ def estimate(seeds: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Es
         ValueError: there is no seed, or one without runs.
     """
     found = [crossing(trials, target) for trials in seeds]
-    if len(found) != 1:
-        return _over_seeds([one.rate for one in found], _agreed(one.bound for one in found))
-    return _bootstrapped(found[0].rate, found[0].bound, _resampled(seeds[0], target))
+    values, bound = [one.rate for one in found], _agreed(one.bound for one in found)
+    if len(values) >= SEEDS_FOR_T:
+        return _over_seeds(values, bound)
+    return _bootstrapped(values, bound, [_resampled(trials, target, seed) for seed, trials in enumerate(seeds)])
 
 
 def ratio(over: Sequence[Sequence[Trial]], under: Sequence[Sequence[Trial]], target: float = ATTAINMENT) -> Estimate:
@@ -214,35 +216,43 @@ def ratio(over: Sequence[Sequence[Trial]], under: Sequence[Sequence[Trial]], tar
     pairs = [(crossing(a, target), crossing(b, target)) for a, b in zip(over, under, strict=True)]
     values = [a.rate / b.rate for a, b in pairs]
     bound = _agreed(_bound_of_ratio(a.bound, b.bound) for a, b in pairs)
-    if len(values) != 1:
+    if len(values) >= SEEDS_FOR_T:
         return _over_seeds(values, bound)
-    draws = zip(_resampled(over[0], target), _resampled(under[0], target), strict=True)
-    return _bootstrapped(values[0], bound, [a / b for a, b in draws])
+    draws = [
+        [a / b for a, b in zip(_resampled(one, target, seed), _resampled(other, target, seed), strict=True)]
+        for seed, (one, other) in enumerate(zip(over, under, strict=True))
+    ]
+    return _bootstrapped(values, bound, draws)
 
 
 def _over_seeds(values: Sequence[float], bound: Bound) -> Estimate:
     from scipy.special import stdtrit  # slow to import
 
-    if not values:
-        raise ValueError("seeds is empty; allowed: at least one")
     logs = np.log(values)
     count = len(values)
     reach = float(stdtrit(count - 1, (1 + CONFIDENCE) / 2)) * float(np.std(logs, ddof=1)) / math.sqrt(count)
-    middle = float(np.mean(logs))
+    middle, spread = _middle(values), math.exp(reach)
     how = f"t over {count} seeds"
-    return Estimate(
-        math.exp(middle), math.exp(middle - reach), math.exp(middle + reach), bound, how, tuple(map(float, values))
-    )
+    return Estimate(middle, middle / spread, middle * spread, bound, how, tuple(map(float, values)))
 
 
-def _bootstrapped(value: float, bound: Bound, resampled: Sequence[float]) -> Estimate:
-    low, high = np.percentile(resampled, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
-    return Estimate(value, float(low), float(high), bound, "bootstrap over the requests of one seed", (value,))
+def _bootstrapped(values: Sequence[float], bound: Bound, resampled: Sequence[Sequence[float]]) -> Estimate:
+    """`resampled`: of each seed, its goodput again and again."""
+    if not values:
+        raise ValueError("seeds is empty; allowed: at least one")
+    means = np.exp(np.log(resampled).mean(axis=0))
+    low, high = np.percentile(means, [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)])
+    how = "bootstrap over the requests of " + ("one seed" if len(values) == 1 else f"{len(values)} seeds")
+    return Estimate(_middle(values), float(low), float(high), bound, how, tuple(map(float, values)))
 
 
-def _resampled(trials: Sequence[Trial], target: float) -> list[float]:
+def _middle(values: Sequence[float]) -> float:
+    return math.exp(math.fsum(map(math.log, values)) / len(values))
+
+
+def _resampled(trials: Sequence[Trial], target: float, seed: int) -> list[float]:
     """The goodput again and again, each time of requests drawn from the runs. Runs of equal length draw the same."""
-    draws = np.random.default_rng(0).random((RESAMPLES, max((len(trial.met) for trial in trials), default=0)))
+    draws = np.random.default_rng(seed).random((RESAMPLES, max((len(trial.met) for trial in trials), default=0)))
     met = []
     for trial in trials:
         count = len(trial.met)

@@ -95,11 +95,20 @@ def test_one_seed_gets_an_interval_over_its_requests() -> None:
     assert "bootstrap" in found.how
 
 
+def test_two_seeds_get_an_interval_over_the_requests_of_both() -> None:
+    runs = [trial(1, 100, 100), trial(4, 50, 100)]
+    both, one = estimate([runs, runs]), estimate([runs])
+    assert both.value == pytest.approx(one.value)
+    narrower = math.log(both.high / both.low) / math.log(one.high / one.low)
+    assert narrower == pytest.approx(1 / math.sqrt(2), rel=0.1)
+    assert both.how == "bootstrap over the requests of 2 seeds"
+
+
 def test_a_ratio_pairs_seeds() -> None:
     # The seeds differ by a lot, the ratio of both systems does not.
-    found = ratio([line(1, 2.0), line(8, 2.0)], [line(1), line(8)])
+    found = ratio([line(1, 2.0), line(8, 2.0), line(3, 2.0)], [line(1), line(8), line(3)])
     assert (found.low, found.value, found.high) == pytest.approx((2, 2, 2))
-    assert found.by_seed == pytest.approx((2, 2))
+    assert found.by_seed == pytest.approx((2, 2, 2))
 
 
 def test_a_ratio_of_one_seed_draws_the_same_requests_for_both() -> None:
