@@ -7,8 +7,8 @@ instances, dynamic. The limits are the balanced point of `pdjax.experiments.virt
 phases; the rate, if none is given, is the highest that any of them is predicted to serve. With --simulate all is played
 in virtual time.
 
-Give --pin where there is a core for each instance. Without it instances share cores and slow each other down, which the
-prediction of the rate does not know: give a lower --rate then.
+Give --pin where there is a core for each instance. Without it instances share cores and slow each other down, which no
+prediction knows: start the ranks through `experiments/cpu_share.sh` then, which gives each a fixed share of a core.
 """
 
 import importlib.util
@@ -23,7 +23,7 @@ from pdjax import provenance, report, workload
 from pdjax.experiments import flags, launcher, measured, moving, predictions
 from pdjax.models import source
 
-WORKLOAD = "phases:uniform:512-768,8-16@60;uniform:96-160,48-96@90*2;uniform:384-640,32-64@60*0.9"
+WORKLOAD = "phases:uniform:512-768,8-16@48;uniform:64-128,96-160@72*2;uniform:384-640,32-64@48*0.9"
 
 SIMULATE = absl_flags.DEFINE_bool("simulate", False, "In virtual time, by the latency model; without engines.")
 

@@ -18,7 +18,7 @@ from pdjax.traffic import Traffic
 KEPT = 0.9  # of a limit is planned for: the mix of a moment differs from the mean
 LOOK_S = 0.25  # between two looks: averages change slowly, and a look at a large cluster costs as much as a decision
 HOLD_S = 5.0  # for which another number must be wanted before a role changes
-MIN_ARRIVALS = 10  # before which nothing is known
+MIN_ARRIVALS = 5  # before which nothing is known; what comes late costs more than a flip, which reloads nothing
 
 
 def step_s(view: InstanceView, rows: int, traffic: Traffic) -> float:
