@@ -54,7 +54,7 @@ def _bars(axes: Axes, shown: tuple[Candidate, ...]) -> None:
 
 
 def _splits(axes: Axes, found: Plan) -> None:
-    axes.set_title("P:D splits, requests/s", loc="left", fontsize=11, fontweight="bold")
+    axes.set_title("P:D splits: dots played, line expected", loc="left", fontsize=11, fontweight="bold")
     shares = [one.prefill / (one.prefill + one.decode) for one in found.splits]
     colour = COLOURS["disaggregated"]
     axes.plot(shares, [one.estimate for one in found.splits], color=colour, linewidth=1.6, alpha=0.5)
@@ -70,6 +70,7 @@ def _splits(axes: Axes, found: Plan) -> None:
         axes.annotate("best colocated", (1, whole), (0, 3), textcoords="offset points", ha="right", fontsize=9)
     axes.set_xlim(0, 1)
     axes.set_ylim(bottom=0)
-    axes.set_xlabel("share of the instances that prefill; line: their instances alone, dots: played", color=GREY)
+    axes.set_xlabel("share of the instances that prefill", color=GREY)
+    axes.set_ylabel("requests/s")
     axes.grid(axis="y", color=GRID, linewidth=0.8)
     bare(axes)

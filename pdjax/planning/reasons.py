@@ -39,6 +39,8 @@ class Candidate(Protocol):
     @property
     def bottleneck(self) -> str: ...
     @property
+    def again(self) -> bool: ...
+    @property
     def devices(self) -> Mapping[str, int]: ...
 
 
@@ -87,7 +89,7 @@ def why(
         f"serves {1 + gain:.0%} of what {together.policy} ({together.cluster}) does. Colocated, it ends with "
         f"{BINDS[together.bottleneck]}; split, with {BINDS[apart.bottleneck]}."
     )
-    mixed = next((one for one in candidates if one.policy == "dynamic"), None)
+    mixed = next((one for one in candidates if one.policy == "dynamic" and one.again), None)
     if mixed is not None and _per(mixed, rate, by) > (1 + NOISE) * max(_per(apart, rate, by), _per(together, rate, by)):
         said.append(f"Best is neither: dynamic ({mixed.cluster}) shifts work to whoever has time for it.")
     return verdict, " ".join(said)

@@ -24,16 +24,16 @@ from pdjax.planning.trial import Found, Phase, Task, find
 Progress = Callable[[int, int, str], None]  # done, total, what
 
 COLOCATED = ("colocated", "colocated_chunked")
-JUDGED: dict[Phase, int] = {"prefill": 500, "decode": 120, "both": 150}  # requests of a run of an instance
+JUDGED: dict[Phase, int] = {"prefill": 500, "decode": 100, "both": 100}  # requests of a run of an instance
 JUDGED_CLUSTER = 200
 JUDGED_BEST = 1000  # of those that come out first
-RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 6, 5, 4
+RUNS_INSTANCE, RUNS_CLUSTER, RUNS_BEST = 5, 5, 6
 WORTH = 0.8  # of the best of its kind per cost: instances that carry less win by no rounding either
-CLOSE = 0.85  # of the best cluster: first runs are off by less, so that only these are played again, for longer
+CLOSE = 0.85  # of the best cluster: a dynamic one that reaches less in its first runs is not played again
 GROUP = 4  # instances of a dynamic cluster: it is asked at every step, which takes long, and played in groups
-SHORT = 3  # times fewer requests are judged there
+SHORT = 2  # times fewer requests are judged there
 HOPE = 1.3  # times its estimate: what a cluster may reach, since queues that are shared are shorter
-KEPT = 3  # sizes of instances of a kind and stock that clusters are made of
+KEPT = 0.6  # of the best of their kind and stock per cost have instances that clusters are made of
 PLAYED = {"colocated": 1, "colocated_chunked": 1, "splits": 3, "units": 2, "dynamic": 1}  # clusters of a kind
 SLIDERS = ((2048, 256),)  # TaiChi's S_P and S_D for dynamic, beside what instances take
 
@@ -213,19 +213,15 @@ def _cost(shape: Shape, by: str) -> float:
 
 
 def _kept(phase: dict[Shape, Found], by: str) -> dict[Shape, float]:
-    """The goodput of those that clusters are made of."""
-    kept: dict[Shape, float] = {}
-    for stock in {shape.stock.name for shape in phase}:
-        rates = {shape: one.rate for shape, one in phase.items() if shape.stock.name == stock and one.rate}
-        best = sorted(rates, key=lambda shape: -rates[shape] / _cost(shape, by))[:KEPT]
-        kept |= {
-            shape: rates[shape] for shape in best if rates[shape] / _cost(shape, by) >= WORTH * _first(rates, best, by)
-        }
-    return kept
-
-
-def _first(rates: dict[Shape, float], best: Sequence[Shape], by: str) -> float:
-    return rates[best[0]] / _cost(best[0], by)
+    """The goodput of those that clusters are made of, in each stock. Many sizes, since only some fill the devices."""
+    best: dict[str, float] = {}
+    for shape, one in phase.items():
+        best[shape.stock.name] = max(best.get(shape.stock.name, 0.0), one.rate / _cost(shape, by))
+    return {
+        shape: one.rate
+        for shape, one in phase.items()
+        if one.rate and one.rate / _cost(shape, by) >= KEPT * best[shape.stock.name]
+    }
 
 
 def value(goodput: float, cluster: Cluster, rate: float | None, by: str) -> float:
@@ -326,18 +322,20 @@ def _clusters(
 
 
 def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, workers: Workers) -> list[Played]:
-    """The best of each kind that comes near the best of all, for longer, in the place of its first runs."""
+    """The best colocated cluster and the best split are played for longer, and the best dynamic one where it comes near
+    them: the verdict is between these."""
     worth = {id(one): value(one.found.rate, one.cluster, rate, by) for one in played}
     best = max(worth.values(), default=0.0)
     chosen: dict[str, Played] = {}
     for one in played:
-        if best and worth[id(one)] >= CLOSE * best:
-            chosen[one.kind] = max(chosen.get(one.kind, one), one, key=lambda one: worth[id(one)])
+        if worth[id(one)] and (one.kind != "dynamic" or worth[id(one)] >= CLOSE * best):
+            family = one.cluster.policy.split("_")[0]
+            chosen[family] = max(chosen.get(family, one), one, key=lambda one: worth[id(one)])
     made = []
     for kind, one in chosen.items():
         cluster, guess = one.cluster, one.found.rate / one.cluster.groups
         judged, network = _judged(cluster, JUDGED_BEST), cluster.network()
-        task = Task(cluster.policy, cluster.pools, mix, "both", guess, judged, network, RUNS_BEST, factor=1.1)
+        task = Task(cluster.policy, cluster.pools, mix, "both", guess, judged, network, RUNS_BEST, factor=1.15)
         made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
     results = workers.play(made, "the best clusters")
     return [
