@@ -70,15 +70,16 @@ class Nomads(RoundRobin):
 
     def revise(self, cluster):
         out = []
-        alive = [view.spec.index for view in cluster.instances if view.alive]
+        alive = [view for view in cluster.instances if view.alive]
         if len(alive) < 2:
             return out
-        for view in cluster.instances:
-            for row in view.running if view.alive else ():
+        for at, view in enumerate(alive):
+            onward = alive[(at + 1) % len(alive)]
+            for row in view.running:
                 due = self._next.setdefault(row.ask.id, row.generated + self._stay)
-                if row.generated >= due:
-                    at = alive.index(view.spec.index)
-                    out.append(Move(row.ask, alive[(at + 1) % len(alive)], "on and on"))
+                # A flip waits for hand-offs: rows that kept coming would hold it up until the last of them ends.
+                if row.generated >= due and onward.next_role is None:
+                    out.append(Move(row.ask, onward.spec.index, "on and on"))
                     self._next[row.ask.id] = row.generated + self._stay
         return out
 
@@ -92,7 +93,7 @@ class Turncoat(Nomads):
         super().__init__(stay=3)
         self._flips = [(0, Role.MIXED), (1, Role.PREFILL), (0, Role.DECODE), (1, Role.MIXED), (0, Role.PREFILL)]
         self._made = {}  # tokens of each request: flips are due by these, not by how often a busy machine lets us ask
-        self._due = 5
+        self._due = 10
 
     def revise(self, cluster):
         out = super().revise(cluster)
@@ -100,7 +101,7 @@ class Turncoat(Nomads):
         made = sum(self._made.values())
         settled = all(view.next_role is None for view in cluster.instances)
         if self._flips and settled and made >= self._due:
-            self._due = made + 5
+            self._due = made + 10
             out.append(Flip(*self._flips.pop(0), "to and fro"))
         return out
 

@@ -14,7 +14,7 @@ from pdjax.workload import Item, Workload
 from tests import engines
 from tests.revisers import Turncoat
 
-MODEL = {"model": sys.argv[1], "decode_max_batch": 2}
+MODEL = {"model": sys.argv[1], "decode_max_batch": 3}
 CONFIG = pdjax.EngineConfig(
     **engines.LIMITS | MODEL, scheduler=Turncoat(), transfer="mpi", verify_kv=True, stream_layers=1
 )
