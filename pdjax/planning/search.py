@@ -322,21 +322,21 @@ def _clusters(
 
 
 def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, workers: Workers) -> list[Played]:
-    """The best colocated cluster and the best split are played for longer, and the best dynamic one where it comes near
-    them: the verdict is between these."""
+    """The best cluster of each policy is played for longer, a dynamic one only where it comes near the best of all: the
+    verdict is between these."""
     worth = {id(one): value(one.found.rate, one.cluster, rate, by) for one in played}
     best = max(worth.values(), default=0.0)
     chosen: dict[str, Played] = {}
     for one in played:
-        if worth[id(one)] and (one.kind != "dynamic" or worth[id(one)] >= CLOSE * best):
-            family = one.cluster.policy.split("_")[0]
-            chosen[family] = max(chosen.get(family, one), one, key=lambda one: worth[id(one)])
+        policy = one.cluster.policy
+        if worth[id(one)] and (policy != "dynamic" or worth[id(one)] >= CLOSE * best):
+            chosen[policy] = max(chosen.get(policy, one), one, key=lambda one: worth[id(one)])
     made = []
-    for kind, one in chosen.items():
+    for policy, one in chosen.items():
         cluster, guess = one.cluster, one.found.rate / one.cluster.groups
         judged, network = _judged(cluster, JUDGED_BEST), cluster.network()
-        task = Task(cluster.policy, cluster.pools, mix, "both", guess, judged, network, RUNS_BEST, factor=1.15)
-        made.append(_Job(kind, id(one), task, 1.0, 1.0, 0.0))
+        task = Task(policy, cluster.pools, mix, "both", guess, judged, network, RUNS_BEST, factor=1.15)
+        made.append(_Job(policy, id(one), task, 1.0, 1.0, 0.0))
     results = workers.play(made, "the best clusters")
     return [
         Played(one.kind, one.cluster, _whole(results[id(one)], one.cluster), _judged(one.cluster, JUDGED_BEST), True)
