@@ -94,7 +94,7 @@ def test_controllers_with_fewer_instances_decide_faster() -> None:
 def test_a_small_cluster_serves_what_the_form_of_its_scarcest_resource_says(changes: dict, first: str) -> None:
     found = scale_measured.check("", dataclasses.replace(ASSUMED, **changes), Split(1, 2), seed=0)
     assert found.first == first
-    assert abs(found.difference) < 0.1  # a run of a few hundred requests
+    assert abs(found.difference) < 0.08
 
 
 def test_the_page_has_every_resource_and_where_it_comes_from() -> None:
