@@ -22,7 +22,7 @@ from rich.console import Console
 from pdjax import metrics, provenance, report, workload
 from pdjax.config import EngineConfig
 from pdjax.experiments import compare_tables, flags, launcher, measured
-from pdjax.experiments.compare_tables import AWARE, COLOCATED
+from pdjax.experiments.compare_tables import AWARE, COLOCATED, COMPARED
 from pdjax.experiments.predictions import (
     SCALES,
     WORKLOAD,
@@ -40,7 +40,6 @@ from pdjax.models import source
 from pdjax.schedulers import SCHEDULERS
 from pdjax.workload import Workload
 
-COMPARED = (*COLOCATED, "disaggregated", "dynamic")
 QUICK_WORKLOAD = "uniform:128-384,8-32"  # half of all lengths: a run takes half of the time
 
 SIMULATED = Effort(seeds=3, window_s=600, least=100, most=300, max_runs=12, tolerance=0.05)

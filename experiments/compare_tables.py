@@ -9,6 +9,7 @@ from rich.table import Table
 from pdjax.experiments.sweep import Sweep
 
 COLOCATED = ("colocated", "colocated_chunked")
+COMPARED = (*COLOCATED, "disaggregated", "dynamic")
 AWARE = ("dynamic",)  # of limits on TTFT and TPOT: the others are played once and judged by all
 RATIOS = ("disaggregated_over_colocated", "dynamic_over_best")
 

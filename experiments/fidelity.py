@@ -23,15 +23,14 @@ from pdjax import profile, provenance, report, workload
 from pdjax.config import EngineConfig
 from pdjax.experiments import fidelity_tables, flags, launcher, measured, predictions
 from pdjax.experiments import profile as profiling
+from pdjax.experiments.compare_tables import COMPARED
 from pdjax.experiments.fidelity_runs import (
-    COMPARED,
     EXTRA,
     QUICK_REQUESTS,
     QUICK_WORKLOAD,
     REQUESTS,
     SLOWNESS,
     TARGETS,
-    WIDE,
     WORKLOAD,
     Course,
     compare,
@@ -45,6 +44,8 @@ from pdjax.experiments.fidelity_tables import Point
 from pdjax.experiments.virtual import Virtual
 from pdjax.models import source
 from pdjax.schedulers import SCHEDULERS
+
+WIDE = 130  # characters of a line where there is no terminal
 
 SIMULATE = absl_flags.DEFINE_float(
     "simulate",

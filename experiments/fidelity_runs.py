@@ -8,7 +8,7 @@ from typing import Any
 
 from pdjax import build, goodput, metrics
 from pdjax.config import EngineConfig
-from pdjax.experiments import compare_tables, fidelity_tables, measured, predictions
+from pdjax.experiments import fidelity_tables, measured, predictions
 from pdjax.experiments.fidelity_tables import Point, Side, side_of
 from pdjax.experiments.virtual import Limits, Virtual
 from pdjax.goodput import Trial
@@ -19,7 +19,6 @@ from pdjax.record import RequestRecord
 from pdjax.request import SLO
 from pdjax.workload import Workload
 
-COMPARED = (*compare_tables.COLOCATED, "disaggregated", "dynamic")
 WORKLOAD = "uniform:32-224,4-44"
 QUICK_WORKLOAD = "uniform:16-112,2-22"  # half of all lengths: twice the rates
 REQUESTS, QUICK_REQUESTS = 200, 40
@@ -28,7 +27,6 @@ TARGETS = (0.9, 0.7, 0.5)
 MIDDLE = 0.6  # attainment to aim at where real ones were out of the band
 EXTRA = 2  # runs per scheduler, besides those of the targets
 STEP = 1.25  # from one rate to the next where all real attainments lie on one side
-WIDE = 130  # characters of a line where there is no terminal
 SLOWNESS = 1.03  # the table says what passes that take so much longer would do
 
 # Serves it, under a name; records in the order of requests, and `pdjax.metrics.prediction` of the run.

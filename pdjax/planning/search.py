@@ -40,10 +40,9 @@ SLIDERS = ((2048, 256),)  # TaiChi's S_P and S_D for dynamic, beside what instan
 
 @dataclasses.dataclass(frozen=True)
 class Played:
-    """A cluster and its goodput. `kind`: one of PLAYED. `judged`: requests of each run. `again`: it was among the best,
-    and these are the runs that followed."""
+    """A cluster and its goodput. `judged`: requests of each run. `again`: it was among the best, and these are
+    the runs that followed."""
 
-    kind: str
     cluster: Cluster
     found: Found
     judged: int
@@ -315,7 +314,7 @@ def _clusters(
         made.append(_Job(kind, (kind, cluster), task, hope, cost, 0.0 if asked else 1.0))
     results = workers.play(made, "clusters")
     return [
-        Played(kind, cluster, _whole(results[kind, cluster], cluster), _judged(cluster, JUDGED_CLUSTER))
+        Played(cluster, _whole(results[kind, cluster], cluster), _judged(cluster, JUDGED_CLUSTER))
         for kind, cluster in jobs
         if (kind, cluster) in results
     ]
@@ -339,7 +338,7 @@ def _again(played: Sequence[Played], mix: Mix, rate: float | None, by: str, work
         made.append(_Job(policy, id(one), task, 1.0, 1.0, 0.0))
     results = workers.play(made, "the best clusters")
     return [
-        Played(one.kind, one.cluster, _whole(results[id(one)], one.cluster), _judged(one.cluster, JUDGED_BEST), True)
+        Played(one.cluster, _whole(results[id(one)], one.cluster), _judged(one.cluster, JUDGED_BEST), True)
         if id(one) in results
         else one
         for one in played

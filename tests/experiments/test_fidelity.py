@@ -9,6 +9,7 @@ from pdjax import metrics
 from pdjax.config import EngineConfig
 from pdjax.experiments import fidelity_runs as fidelity
 from pdjax.experiments import fidelity_tables
+from pdjax.experiments.compare_tables import COMPARED
 from pdjax.experiments.fidelity_tables import Point, Side
 from pdjax.experiments.virtual import Virtual
 from pdjax.latency import LatencyModel
@@ -89,7 +90,7 @@ def test_limits_are_multiples_of_what_an_idle_instance_takes() -> None:
     assert PLAN.slo.tpot_ms == pytest.approx(1e3 * fidelity.LIMITS.tpot * (0.01 + 8 * 0.002))  # 6 rows are padded to 8
 
 
-@pytest.mark.parametrize("scheduler", fidelity.COMPARED)
+@pytest.mark.parametrize("scheduler", COMPARED)
 def test_the_same_latencies_give_the_same_attainment(scheduler: str) -> None:
     config = dataclasses.replace(CONFIG, scheduler=scheduler)
     (found,) = fidelity.compare(
