@@ -163,7 +163,8 @@ class Controller:
     def _arrive(self, request: Request) -> None:
         waiting = self.books.waiting if self._max_queue else 0
         live = self.books.admit(request)
-        self.books.traffic.arrived(self.books.now, live.context_tokens)
+        tokens = None if live.open_ended else live.max_new_tokens
+        self.books.traffic.arrived(self.books.now, live.context_tokens, tokens)
         if self._gone:
             live.note = self._gone
             self._end(live, State.FAILED, "error")
@@ -353,7 +354,7 @@ class Controller:
 
     def _end(self, live: Live, state: State, reason: FinishReason) -> None:
         """The user learns of the end now; pages follow when nothing can touch them any more."""
-        if state is State.FINISHED:
+        if state is State.FINISHED and live.open_ended:
             self.books.traffic.finished(len(live.tokens))
         if live.state in (State.PREEMPTED, State.RESTARTING):
             live.to(state)  # its pages are on their way back already

@@ -58,7 +58,7 @@ class Spares(NamedTuple):
 
 def answer_tokens(most: int, there: int, open_ended: bool, traffic: Traffic) -> int:
     """Tokens that an answer is expected to have in the end, `there` of which it has. Known where no stop can end it
-    before `most`; else the mean of finished answers, or twice what there is once that is more."""
+    before `most`; else the mean of known ones, or twice what there is once that is more."""
     if not open_ended or not traffic.output_tokens:
         return most
     return min(most, max(round(traffic.output_tokens), 2 * there, 2))
@@ -66,7 +66,7 @@ def answer_tokens(most: int, there: int, open_ended: bool, traffic: Traffic) -> 
 
 def answers_tokens(rows: RowTable, traffic: Traffic) -> np.ndarray:
     """`answer_tokens` of each row, [n]."""
-    if not traffic.output_tokens:
+    if not traffic.output_tokens or not rows.open_ended.any():
         return rows.most
     guess = np.minimum(rows.most, np.maximum(2 * rows.issued, max(round(traffic.output_tokens), 2)))
     return np.where(rows.open_ended, guess, rows.most)
@@ -82,8 +82,7 @@ def spares(view: InstanceView, cluster: ClusterView) -> Spares:
     tokens = answers_tokens(rows, cluster.traffic)
     left_s = (tokens - rows.issued) * view.latency.iteration_s(view.spec, view.full_load)
     gaps = tokens - 1
-    with np.errstate(invalid="ignore"):  # no limit, and no gap
-        allowed_s = np.where(gaps > 0, rows.tpot_s * gaps, math.inf)
+    allowed_s = np.where(gaps > 0, rows.tpot_s * np.maximum(gaps, 1), math.inf)
     end_s = np.minimum(np.minimum(rows.first_s, ready_s) + allowed_s, rows.end_s)
     return Spares(end_s - ready_s - left_s, rows.pass_s, left_s)
 

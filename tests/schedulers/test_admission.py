@@ -19,7 +19,7 @@ from tests.views import Ask, Cluster, View, views
 
 def traffic(prompt=16, output=8):
     seen = Traffic()
-    seen.arrived(0.0, prompt)
+    seen.arrived(0.0, prompt, None)
     seen.finished(output)
     return seen
 
