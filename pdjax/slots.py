@@ -24,11 +24,13 @@ class Slots:
         self._most = np.zeros(count, np.int64)
         self._open_ended = np.zeros(count, bool)
         self._first_s, self._tpot_s, self._pass_s, self._end_s = np.zeros((4, count))
+        self._kept: tuple[RowTable, np.ndarray] | None = None  # before any step, and who steps: until a row changes
 
     def take(self, live: Live, issued: int, *, here: bool) -> None:
         """A row has this slot: in the batch, where `issued` grows with the lane's steps, or on its way."""
         slot, slo = live.slot, live.slo
         assert slot is not None
+        self._kept = None
         self._lives[slot], self._taken[slot], self._here[slot] = live, True, here
         self._issued[slot], self._most[slot] = issued, live.request.sampling.max_tokens
         self._open_ended[slot] = live.open_ended
@@ -44,6 +46,7 @@ class Slots:
 
     def leave(self, slot: int) -> None:
         """Nobody has it any more."""
+        self._kept = None
         self._lives[slot], self._taken[slot] = None, False
         self._silent.discard(slot)
 
@@ -54,12 +57,17 @@ class Slots:
             if live is not None and _shown(live):
                 self._first_s[slot], self._shown[slot] = live.timeline.token_s[0], True
                 self._silent.discard(slot)
+                self._kept = None
+        rows, stepping = self._kept = self._kept or self._rows()
+        return rows._replace(issued=rows.issued + steps * stepping)
+
+    def _rows(self) -> tuple[RowTable, np.ndarray]:
         at = self._taken.nonzero()[0]
         here = self._here[at]
-        return RowTable(
+        rows = RowTable(
             asks=[live for live in self._lives if live is not None],
             here=here & self._shown[at],
-            issued=self._issued[at] + steps * here,
+            issued=self._issued[at],
             most=self._most[at],
             open_ended=self._open_ended[at],
             first_s=self._first_s[at],
@@ -67,6 +75,7 @@ class Slots:
             pass_s=self._pass_s[at],
             end_s=self._end_s[at],
         )
+        return rows, here
 
 
 def _shown(live: Live) -> bool:

@@ -17,7 +17,7 @@ who has no limits is never rejected, and waits no longer than that and an answer
 import bisect
 import dataclasses
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from pdjax.record import Predicted
 from pdjax.request import SLO
@@ -66,8 +66,13 @@ class Admission:
         wanted = self.inner.place(ask, cluster)
         if not isinstance(wanted, Place):
             return wanted
-        pairs = self._pairs(ask, wanted, cluster)
-        forecasts = [pair.at() for pair in pairs]
+        others = self._pairs(ask, wanted, cluster)
+        first = next(others)
+        forecasts = [first.at()]
+        if _kept(forecasts[0], ask.slo):
+            return _placed(wanted, first, forecasts, 0, ask, "")
+        pairs = [first, *others]
+        forecasts += [pair.at() for pair in pairs[1:]]
         kinds = [("", ask.slo), *((kind.name, kind.slo) for kind in ask.laxer)]
         for name, slo in kinds:
             kept = [index for index, forecast in enumerate(forecasts) if _kept(forecast, slo)]
@@ -107,34 +112,32 @@ class Admission:
             self._waits = {number: wait for number, wait in self._waits.items() if number in queued}
         self._waits[ask.id] = cluster.now + seconds, reason
 
-    def _pairs(self, ask: Ask, wanted: Place, cluster: ClusterView) -> list[Pair]:
-        """Where the policy wants it, and the best of what else its traits allow, by sums alone."""
-        moment = Moment(cluster)
-        views, sources, targets = cluster.instances, prefillers(cluster.instances), moment.targets
-        target = least_loaded(targets)
-        if wanted.decode is not None:
-            chosen = [(views[wanted.prefill], views[wanted.decode])]
-        else:
-            chosen = [(views[wanted.prefill], target)]
-        idle = min(sources, key=_queued)
-        if self.traits.colocated:
-            chosen += [(idle, idle), (target, target)]
-        else:
-            chosen.append((idle, target))
-            if self.decode_prefills:
-                local = min(targets, key=_queued)
-                chosen += [(local, local), (target, target)]
-            if self.traits.prefill_decodes:
-                chosen.append((idle, idle))
-        streamed = wanted.mode == "stream"
-        found: dict[tuple[int, int], Pair] = {}
-        for source, target in chosen:
+    def _pairs(self, ask: Ask, wanted: Place, cluster: ClusterView) -> Iterator[Pair]:
+        """Where the policy wants it, and then the best of what else its traits allow, by sums alone."""
+        moment, views = Moment(cluster), cluster.instances
+        seen: set[tuple[int, int]] = set()
+
+        def new(source: InstanceView, target: InstanceView) -> Iterator[Pair]:
             key = source.spec.index, target.spec.index
-            able = source.spec.max_chunk and target.spec.max_rows
-            if able and key not in found:
-                mode = {"streamed": streamed and source is not target, "rows_ride": self.rows_ride}
-                found[key] = Pair(ask, source, target, moment, **mode)
-        return list(found.values())
+            if source.spec.max_chunk and target.spec.max_rows and key not in seen:
+                seen.add(key)
+                streamed = wanted.mode == "stream" and source is not target
+                yield Pair(ask, source, target, moment, streamed=streamed, rows_ride=self.rows_ride)
+
+        target = least_loaded(moment.targets)
+        yield from new(views[wanted.prefill], target if wanted.decode is None else views[wanted.decode])
+        idle = min(prefillers(views), key=_queued)
+        if self.traits.colocated:
+            yield from new(idle, idle)
+        else:
+            yield from new(idle, target)
+            if self.decode_prefills:
+                local = min(moment.targets, key=_queued)
+                yield from new(local, local)
+        if self.traits.colocated or self.decode_prefills:
+            yield from new(target, target)
+        if not self.traits.colocated and self.traits.prefill_decodes:
+            yield from new(idle, idle)
 
 
 class DropLate:

@@ -43,6 +43,7 @@ ISSUED = 3.0  # decode steps: behind more work than that nothing is issued while
 PATIENCE = 10.0  # times its TTFT limit: a prompt that is so late comes first again, or it might wait for ever
 LOOKED = 64  # prompts at the front of a queue: of more, hardly one can be in time
 SHOWN = 3  # alternatives in a reason
+NEAREST = 4  # instances of a role whose rows are looked at: of more, hardly one is better, and each costs time
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -92,7 +93,7 @@ class Dynamic:
         choices = self._choices(ask, cluster)
         if not choices:
             return Wait("no living instance can prefill, or none decode")
-        best, *others = sorted(choices, key=lambda choice: choice.ttft_s)
+        best, *others = sorted(choices, key=lambda choice: (choice.at_least, choice.ttft_s))
         slo = ask.slo
         self._tpot_s = min(math.inf if slo.tpot_ms is None else slo.tpot_ms / 1e3, 1.1 * self._tpot_s)
         ttft_ms = 1e3 * (best.ttft_s + cluster.now - ask.arrival_s)
@@ -109,7 +110,7 @@ class Dynamic:
 
     def _choices(self, ask: Ask, cluster: ClusterView) -> list[Choice]:
         """One for each instance that may be the best, and some others. The rows of an instance are looked at only where
-        its queue is short enough, so that a decision costs little in a large cluster."""
+        its queue is short enough, and one of the shortest of its role: a decision costs little in a large cluster."""
         targets = decoders(cluster.instances)
         # A slot is left to each for a prompt of its own.
         free = [view for view in targets if view.rows + view.incoming + 1 < view.spec.max_rows]
@@ -117,11 +118,15 @@ class Dynamic:
         sources = [view for view in able(cluster.instances, *Role) if self._most(view)] or prefillers(cluster.instances)
         bounds = [view.busy_s + self._work_s(ask, view, cluster) for view in sources]
         best_s = math.inf
+        left = dict.fromkeys(Role, NEAREST)
         choices: list[Choice] = []
         for bound_s, view in sorted(zip(bounds, sources, strict=True), key=lambda pair: pair[0]):
-            maybe = bound_s < best_s
-            if not maybe and len(choices) > SHOWN:
+            if bound_s >= best_s and len(choices) > SHOWN:
                 break
+            maybe = bound_s < best_s and left[view.role] > 0
+            if not maybe and len(choices) > SHOWN:
+                continue
+            left[view.role] -= 1
             target = view if view in targets or (roomy is None and view.spec.max_rows) else roomy
             if target is None:
                 continue
@@ -161,12 +166,12 @@ class Dynamic:
     def iterate(self, instance: InstanceView, cluster: ClusterView) -> Plan:
         if not instance.prefills:
             return Plan(decode=instance.rows > 0)
-        step_s = instance.latency.iteration_s(instance.spec, instance.load.plus_row(1))
-        if instance.busy_s > ISSUED * step_s:
-            return Plan()  # what is decided when that is done is decided better
         first = instance.prefills[0]
         if not first.prefilled and not instance.startable(first):
             return Plan(decode=instance.rows > 0)
+        step_s = instance.latency.iteration_s(instance.spec, instance.load.plus_row(1))
+        if instance.busy_s > ISSUED * step_s:
+            return Plan()  # what is decided when that is done is decided better
         rows = predict.spares(instance, cluster)
         if not rows.size:
             return Plan(self._take(instance, cluster, instance.spec.max_chunk))

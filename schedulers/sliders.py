@@ -6,6 +6,7 @@ rows = x * (a + b * rows). The fewest instances are wanted on which those steps 
 slots: one more would only spread the rows, and time that is left over prefills in either role.
 """
 
+import bisect
 import dataclasses
 import math
 
@@ -47,11 +48,12 @@ def wanted(view: InstanceView, count: int, traffic: Traffic, now: float, tpot_s:
         tpot_s: the limit on TPOT that requests have; inf: none.
     """
     (one, each), rate = line(view, traffic), traffic.rate(now)
-    for n in range(1, count - 1):
+
+    def enough(n: int) -> bool:
         rows = rows_of(rate / n, traffic, one, each)
-        if rows <= KEPT * view.spec.max_rows and step_s(view, max(1, round(rows)), traffic) <= KEPT * tpot_s:
-            return n
-    return max(count - 1, 1)
+        return rows <= KEPT * view.spec.max_rows and step_s(view, max(1, round(rows)), traffic) <= KEPT * tpot_s
+
+    return 1 + bisect.bisect_left(range(1, max(count - 1, 1)), True, key=enough)  # more instances, fewer rows on each
 
 
 @dataclasses.dataclass(slots=True)
