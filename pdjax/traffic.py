@@ -14,8 +14,8 @@ class Traffic:
     Attributes:
         arrivals: requests seen.
         prompt_tokens: mean length of a prompt; 0 before the first.
-        output_tokens: mean length of an answer, counted as soon as it is known: when it is complete, or when the request
-            comes if no stop can end it before its last token. 0 before the first.
+        output_tokens: mean length of an answer, counted as soon as it is known: when it is complete, or when its
+            request comes if no stop can end it before its last token. 0 before the first.
     """
 
     arrivals: int = 0
