@@ -47,10 +47,20 @@ def make_pool(
     config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: Any, layers: int | None = None
 ) -> list[LayerKV]:
     """Zeroed pages for so many layers (None: all), kv heads sharded over "kv"."""
-    K, H = config.num_kv_heads, config.head_dim
-    k = _zeros((num_pages, K, H, page_size), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
-    v = _zeros((num_pages, K, page_size, H), np.dtype(dtype).name, NamedSharding(mesh, POOL_SPEC))
-    return [LayerKV(k(), v()) for _ in range(config.num_layers if layers is None else layers)]
+    shapes = pool_shapes(config, mesh, num_pages, page_size, dtype, layers)
+    return [LayerKV(*(_zeros(each.shape, each.dtype.name, each.sharding)() for each in layer)) for layer in shapes]
+
+
+def pool_shapes(
+    config: ModelConfig, mesh: Mesh, num_pages: int, page_size: int, dtype: Any, layers: int | None = None
+) -> list[Any]:
+    """The same without memory: `LayerKV`s of `jax.ShapeDtypeStruct`."""
+    K, H, sharding = config.num_kv_heads, config.head_dim, NamedSharding(mesh, POOL_SPEC)
+    k, v = (
+        jax.ShapeDtypeStruct((num_pages, K, *ends), dtype, sharding=sharding)
+        for ends in ((H, page_size), (page_size, H))
+    )
+    return [LayerKV(k, v)] * (config.num_layers if layers is None else layers)
 
 
 @functools.cache
