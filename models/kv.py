@@ -63,6 +63,12 @@ def pool_shapes(
     return [LayerKV(k, v)] * (config.num_layers if layers is None else layers)
 
 
+def unit_shape(config: ModelConfig, mesh: Mesh, layers: int, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
+    """Of a unit of KV on a mesh, as instances exchange it, whatever their pages look like: [layers, 2, tokens, K, H]."""
+    shape = (layers, 2, tokens, config.num_kv_heads, config.head_dim)
+    return jax.ShapeDtypeStruct(shape, dtype, sharding=NamedSharding(mesh, WIRE_SPEC))
+
+
 @functools.cache
 def _zeros(shape: tuple[int, ...], dtype: str, sharding: NamedSharding) -> Any:
     return jax.jit(lambda: jnp.zeros(shape, dtype), out_shardings=sharding)

@@ -81,6 +81,19 @@ def random(config: ModelConfig, mesh: Mesh, dtype: str, seed: int = 0, share: Sh
     return _build(config, mesh, dtype, share, fill)
 
 
+def shapes(config: ModelConfig, mesh: Mesh, dtype: str, share: Share | None = None) -> Weights:
+    """What `load` would make, without memory: `jax.ShapeDtypeStruct`s in place of arrays."""
+
+    def described(table: dict[str, Param]) -> dict[str, Any]:
+        return {
+            name: jax.ShapeDtypeStruct(param.shape, kind_of(param, dtype), sharding=NamedSharding(mesh, param.spec))
+            for name, param in table.items()
+        }
+
+    outer, layers = tables(config, mesh.size, share)
+    return Weights(described(outer), {number: described(table) for number, table in layers.items()})
+
+
 def tables(config: ModelConfig, tp: int, share: Share | None = None) -> tuple[dict[str, Param], dict[int, Any]]:
     """The parameter tables of a stage: the outer one, and layer number -> table. None: of the whole model."""
     share = share or Share(range(config.num_layers))

@@ -9,6 +9,7 @@ import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 from jax.sharding import Mesh
@@ -191,6 +192,21 @@ def load(source: Source, meshes: Sequence[Mesh], dtype: str) -> list[Weights]:
     return [source.load(mesh, dtype, share=share) for mesh, share in zip(meshes, held, strict=True)]
 
 
+def exchange_of(
+    spec: InstanceSpec, specs: Sequence[InstanceSpec], model: ModelConfig, stream_layers: int
+) -> dict[str, Any]:
+    """What one of the instances `specs` is told of the others, as keyword arguments of `Instance`: which units they
+    exchange follows from all of them."""
+    sizes = {size for other in specs for size in wire_buckets(other.max_chunk, stream_layers > 0)}
+    cuts = {share.layers[0] for other in specs for share in shares(model.num_layers, other.pp)}
+    return {
+        "stream_layers": stream_layers,
+        "cuts": sorted(cuts),
+        "peer_buckets": sorted(sizes),
+        "exchanges": spec.moves or any(other.role is not Role.MIXED for other in specs),
+    }
+
+
 def instance_of(
     spec: InstanceSpec,
     specs: Sequence[InstanceSpec],
@@ -199,19 +215,8 @@ def instance_of(
     meshes: Sequence[Mesh],
     stream_layers: int,
 ) -> Instance:
-    """One of the instances `specs`: which units they exchange follows from all of them."""
-    sizes = {size for other in specs for size in wire_buckets(other.max_chunk, stream_layers > 0)}
-    cuts = {share.layers[0] for other in specs for share in shares(model.num_layers, other.pp)}
-    return Instance(
-        spec,
-        model,
-        weights,
-        meshes,
-        stream_layers=stream_layers,
-        cuts=sorted(cuts),
-        peer_buckets=sorted(sizes),
-        exchanges=spec.moves or any(other.role is not Role.MIXED for other in specs),
-    )
+    """One of the instances `specs`."""
+    return Instance(spec, model, weights, meshes, **exchange_of(spec, specs, model, stream_layers))
 
 
 def warm(
@@ -234,7 +239,7 @@ def warm(
     def work(instance: Instance) -> tuple[list[Sample], list[str]]:
         label = f"{instance.spec.role.value} instance {instance.spec.index}"
         measured = instance.warmup(lambda done, total, what: tell(done, total, f"{label}: {what}"), probes)
-        return measured, [f"{label}: {name}" for name, _, _ in instance.programs()]
+        return measured, [f"{label}: {program.name}" for program in instance.programs()]
 
     started, (_, compiled_s) = time.perf_counter(), compiles.compiled()
     samples, programs = [], []

@@ -18,9 +18,11 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
+from pdjax import catalogue
+from pdjax.catalogue import Program
 from pdjax.latency import Probe, Sample
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
-from pdjax.models.buckets import Buckets, chunk_buckets, layer_groups, row_buckets, slice_sizes, wire_buckets
+from pdjax.models.buckets import slice_sizes
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import LayerKV, kv_dtype
 from pdjax.models.params import Weights
@@ -28,7 +30,7 @@ from pdjax.models.plan import SAMPLING_WORDS, PassShape, RowArrays, pack_pass, s
 from pdjax.models.programs import PassPrograms, pass_programs, slice_program
 from pdjax.models.sharding import shares
 from pdjax.request import SamplingParams
-from pdjax.stage import Layers, Stage
+from pdjax.stage import Layers, Stage, blank
 from pdjax.transfer.base import Unit, UnitHeader
 from pdjax.warmup import Progress, warm_up
 
@@ -88,24 +90,24 @@ class Instance:
         exchanges: bool = True,
     ):
         self.spec, self.config = spec, config
-        self.buckets = Buckets(
-            spec.chunk_buckets or chunk_buckets(spec.max_chunk), spec.row_buckets or row_buckets(spec.max_rows)
+        self._sizes = catalogue.sizes_of(
+            spec,
+            config.num_layers,
+            stream_layers=stream_layers,
+            cuts=cuts,
+            peer_buckets=peer_buckets,
+            exchanges=exchanges,
         )
-        self.streams = stream_layers > 0 and exchanges
-        sizes = sorted({*wire_buckets(spec.max_chunk, self.streams), *peer_buckets})
-        self._insert_sizes = tuple(sizes) if exchanges and spec.max_rows else ()
-        longest = spec.max_chunk or (max(peer_buckets, default=0) if spec.moves else 0)
-        self._extract_sizes = wire_buckets(longest, streams=False) if exchanges else ()
+        self.buckets, self.streams = self._sizes.buckets, self._sizes.streams
         self._weights_dtype = next(iter(weights[0].layers.values()))["wq"].dtype
         held = shares(config.num_layers, len(meshes))
-        groups = layer_groups(config.num_layers, stream_layers, {*cuts, *(share.layers[0] for share in held)})
         self._stages = [
             Stage(
                 share,
                 config,
                 mine,
                 mesh,
-                groups,
+                self._sizes.groups,
                 page_size=spec.page_size,
                 num_pages=spec.num_pages,
                 dtype=kv_dtype(self._weights_dtype, mesh.devices.flat),
@@ -148,7 +150,7 @@ class Instance:
 
     def extract(self, transfer: StartTransfer) -> Iterator[Unit]:
         """The KV of a whole transfer as fresh arrays, one unit per token slice and layer group, read when asked for."""
-        buckets = self._extract_sizes
+        buckets = self._sizes.extracts
         for start in range(0, transfer.tokens, buckets[-1]):
             n = min(buckets[-1], transfer.tokens - start)
             T = next(size for size in buckets if size >= n)
@@ -184,42 +186,22 @@ class Instance:
 
     def rehearse_transfers(self) -> None:
         """Calls every program of `insert`, `extract` and streaming, waits, and measures inserts. Changes no page."""
-        for name, fn, args in self._transfer_programs():
-            if not name.startswith("insert"):
-                jax.block_until_ready(fn(*args))
+        for program in catalogue.transfer_programs(self.spec, self.config, self._sizes, self._stages):
+            if program.kind != "insert":
+                jax.block_until_ready(program.fn(*jax.tree.map(_real, program.args)))
         pages = tuple(range(1, self.spec.num_pages))
         for stage in self._stages:
             for layers, _, _ in stage.group_sizes():
-                for T in self._insert_sizes:
+                for T in self._sizes.inserts:
                     self._insert_s[len(layers), T] = stage.rehearse_insert(layers, T, pages[: self.spec.pages_for(T)])
 
     def warmup(self, progress: Progress | None = None, probes: Sequence[Probe] | None = None) -> list[Sample]:
         """Compiles every program by calling it, and measures: see `pdjax.warmup.warm_up`."""
         return warm_up(self, progress, probes)
 
-    def programs(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        """(name, jitted function, arguments it can be called or lowered with) of every program that serves."""
-        heads: set[int] = set()
-        for T, B in self.buckets.pairs:
-            chunks, rows = self._rehearsal(Probe(((T, 0),) if T else (), (1,) * B))
-            shape, programs = self._programs(T, B)
-            vector = pack_pass(shape, chunks, rows, dry=True)
-            for number, (stage, its) in enumerate(zip(self._stages, programs, strict=True)):
-                name = f"{T}+{B}{self._where(number)}"
-                if stage.share.first:
-                    args = (stage.embedding, self._held, vector)
-                    yield f"embed {name}", its.embed, args
-                    x, step, head = its.embed(*args)
-                else:
-                    yield f"unpack {name}", its.unpack, (vector,)
-                    x, (step, head) = stage.carry(x), its.unpack(vector)
-                for layers, columns, caches in stage.group_sizes():
-                    yield f"group of {len(layers)} {name}", its.group, (columns, caches, x, step)
-            if shape.sampled not in heads:
-                heads.add(shape.sampled)
-                picked = stage.carry(np.zeros((shape.sampled, x.shape[1]), np.float32))
-                yield f"head {shape.sampled}", its.head, (stage.head, self._last, picked, head)
-        yield from self._transfer_programs()
+    def programs(self) -> Iterator[Program]:
+        """Every program that serves; it can be lowered with its arguments."""
+        return catalogue.programs(self.spec, self.config, self._sizes, self._weights_dtype, self._stages)
 
     def fill_pages(self, pages: Sequence[int], value: float) -> None:
         """Overwrites whole pages, for tests. Goes through the host."""
@@ -300,22 +282,9 @@ class Instance:
         )
         return chunks, rows
 
-    def _transfer_programs(self) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        sizes, packs = self.buckets.chunks if self.streams else (), self.spec.max_chunks > 1
-        slices = [(T, size) for T in sizes for size in (slice_sizes(self.buckets.chunks, T) if packs else ())]
-        for number, stage in enumerate(self._stages):
-            for name, fn, args in stage.transfer_programs(self._insert_sizes, self._extract_sizes, slices):
-                yield name + self._where(number), fn, args
-
-    def _where(self, stage: int) -> str:
-        return f" of stage {stage}" if len(self._stages) > 1 else ""
-
     def _programs(self, T: int, B: int) -> tuple[PassShape, tuple[PassPrograms, ...]]:
         """The shape of a pass and each stage's programs of it."""
-        spec = self.spec
-        prompts = spec.max_chunks if T else 0
-        table = spec.pages_for(spec.max_model_len)
-        shape = PassShape(T, B, prompts, table, spec.page_size, spec.num_pages, spec.max_rows + 1)
+        shape = catalogue.pass_shape(self.spec, T, B)
         common = shape, self.streams, self._weights_dtype
         return shape, tuple(pass_programs(self.config, stage.mesh, *common) for stage in self._stages)
 
@@ -367,6 +336,11 @@ class _Rows:
         self._tokens[slot] = -1 if join.token is None else join.token
         self._positions[slot] = join.position
         self._sampling[slot] = sampling_words(join.sampling)
+
+
+def _real(argument: Any) -> Any:
+    """An argument that a program can be called with: zeros where only the shape is known."""
+    return blank(argument) if isinstance(argument, jax.ShapeDtypeStruct) else argument
 
 
 def _offsets(chunks: Sequence[Chunk]) -> Iterator[tuple[int, Chunk]]:

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.models.config import ModelConfig
-from pdjax.models.kv import WIRE_SPEC, LayerKV, make_pool
+from pdjax.models.kv import WIRE_SPEC, LayerKV, make_pool, unit_shape
 from pdjax.models.params import Weights
 from pdjax.models.plan import Step, table_of
 from pdjax.models.programs import (
@@ -26,7 +26,6 @@ from pdjax.models.programs import (
     head_leaves,
     insert_program,
     pack_insert,
-    slice_program,
 )
 from pdjax.models.sharding import Share
 from pdjax.transfer.base import Unit, UnitHeader
@@ -72,7 +71,7 @@ class Stage:
         ]
         pool = make_pool(config, mesh, num_pages, page_size, dtype, len(share.layers))
         self.pool: dict[int, LayerKV] = dict(zip(share.layers, pool, strict=True))
-        self._unit_shape = (2, config.num_kv_heads, config.head_dim)
+        self._config = config
 
     def carry(self, array: Any) -> jax.Array:
         """A copy on every device of this stage, of a host array or one that every device of another stage has.
@@ -130,12 +129,8 @@ class Stage:
 
     def blank_unit(self, layers: Layers, tokens: int) -> Unit:
         """A unit of `tokens` padded tokens, none of which counts."""
-        two, K, H = self._unit_shape
-        shape, sharding = (len(layers), two, tokens, K, H), self.kv_sharding
-        zeros = np.zeros(sharding.shard_shape(shape), self.dtype)
-        shards = [jax.device_put(zeros, device) for device in sharding.addressable_devices]
-        kv = jax.make_array_from_single_device_arrays(shape, sharding, shards)
-        return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, shape, str(self.dtype)), kv)
+        kv = blank(unit_shape(self._config, self.mesh, len(layers), tokens, self.dtype))
+        return Unit(UnitHeader(0, layers[0], len(layers), 0, 0, kv.shape, str(self.dtype)), kv)
 
     def held_kv(self, pages: Sequence[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """(layer, head, KV [2, tokens, H]) of the first `tokens` tokens of a block table, for every layer of this stage
@@ -153,24 +148,6 @@ class Stage:
         sizes = {len(layers): (layers, columns) for layers, columns in self._groups}
         return [(layers, columns, self._caches(layers)) for layers, columns in sizes.values()]
 
-    def transfer_programs(
-        self, inserts: Sequence[int], extracts: Sequence[int], slices: Sequence[tuple[int, int]]
-    ) -> Iterator[tuple[str, Any, tuple[Any, ...]]]:
-        """(name, jitted function, arguments) of all that moves KV, for these numbers of tokens; `slices` are (tokens of
-        a pass, tokens cut out of it)."""
-        P = self.page_size
-        for layers, _, caches in self.group_sizes():
-            g = len(layers)
-            for T in inserts:
-                vector, kv = pack_insert(P, T, 0, 0, ()), self.blank_unit(layers, T).kv
-                yield f"insert {g}x{T}", insert_program(self.mesh, P, T), (caches, vector, kv)
-            for T in extracts:
-                table = np.zeros(span(T, P), np.int32)
-                yield f"extract {g}x{T}", extract_program(self.mesh, T), (caches, table, np.int32(0))
-            for T, size in slices:
-                fresh = self.blank_unit(layers, T).kv
-                yield f"slice {g}x{T}:{size}", slice_program(self.mesh, size), (fresh, np.int32(0))
-
     def _insert(self, layers: Layers, vector: Any, kv: jax.Array) -> None:
         self._keep(layers, insert_program(self.mesh, self.page_size, kv.shape[2])(self._caches(layers), vector, kv))
 
@@ -179,6 +156,14 @@ class Stage:
 
     def _keep(self, layers: Layers, caches: Sequence[LayerKV]) -> None:
         self.pool.update(zip(layers, caches, strict=True))
+
+
+def blank(shape: jax.ShapeDtypeStruct) -> jax.Array:
+    """Zeros, each process making what its own devices have of them."""
+    sharding = shape.sharding
+    zeros = np.zeros(sharding.shard_shape(shape.shape), shape.dtype)
+    shards = [jax.device_put(zeros, device) for device in sharding.addressable_devices]
+    return jax.make_array_from_single_device_arrays(shape.shape, sharding, shards)
 
 
 def span(tokens: int, page_size: int) -> int:

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from pdjax.catalogue import Program
 from pdjax.latency import Probe, Sample
 from pdjax.probes import held
 
@@ -43,7 +44,7 @@ def warm_up(
     wanted, rounds = (_brief(instance), 1) if probes is None else (probes, _ROUNDS)
     pairs, pool = instance.buckets.pairs, ThreadPoolExecutor(_COMPILERS)
     try:
-        jobs = [(name, pool.submit(_compile, fn, args)) for name, fn, args in instance.programs()]
+        jobs = [(program.name, pool.submit(_compile, program)) for program in instance.programs()]
         total = len(jobs) + len(pairs) + rounds * len(wanted)
         for done, (name, job) in enumerate(jobs):
             report(done, total, name)
@@ -63,8 +64,8 @@ def warm_up(
     return [Sample(probe, float(np.median(_measured[instance.kind_of(probe), probe]))) for probe in wanted]
 
 
-def _compile(fn: Any, args: tuple[Any, ...]) -> None:
-    fn.lower(*args).compile()
+def _compile(program: Program) -> None:
+    program.fn.lower(*program.args).compile()
 
 
 def _brief(instance: "Instance") -> list[Probe]:

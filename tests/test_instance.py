@@ -207,14 +207,15 @@ def test_every_program_updates_the_pages_it_takes_in_place(devices):
     instance = small(devices=devices, max_rows=2 if devices == 1 else 1, num_pages=200)  # far more than the weights
     pool = 200 * 16 * instance.spec.kv_bytes_per_token // devices
     seen = set()
-    for name, program, args in instance.programs():
+    for program in instance.programs():
+        name, args = program.name, program.args
         pages = [leaf for leaf in jax.tree.leaves(args) if leaf.ndim == 4 and len(leaf) == instance.spec.num_pages]
-        kind = name.split()[0]
+        kind = program.kind
         writes = pages if kind in ("group", "insert") else []
-        memory = program.lower(*args).compile().memory_analysis()
+        memory = program.fn.lower(*args).compile().memory_analysis()
         aliased = memory.alias_size_in_bytes
         assert memory.temp_size_in_bytes <= 0.05 * pool, name
-        slots = args[1].nbytes if kind == "head" else 0
+        slots = 4 * args[1].size if kind == "head" else 0
         assert aliased == sum(leaf.addressable_shards[0].data.nbytes for leaf in writes) + slots, name
         seen.add(kind)
     assert seen == {"embed", "group", "head", "insert", "extract", "slice"}
@@ -239,9 +240,9 @@ def test_the_pages_stay_where_they_are_for_100_steps(rows):
 
 
 def test_an_instance_without_rows_or_without_chunks_has_no_programs_for_them():
-    names = [name for name, _, _ in small(max_rows=0).programs()]
+    names = [program.name for program in small(max_rows=0).programs()]
     assert names and not any("insert" in name or "+2" in name for name in names)
-    names = [name for name, _, _ in small(max_chunk=0).programs()]
+    names = [program.name for program in small(max_chunk=0).programs()]
     assert names and not any("extract" in name or "16+" in name for name in names)
 
 

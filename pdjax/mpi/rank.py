@@ -133,7 +133,7 @@ class _Rank:
             _, before_s = compiles.compiled()
             samples = tuple(instance.warmup(tell, probes))
             label = f"{instance.spec.role.value} instance {instance.spec.index}"
-            programs = tuple(f"{label}: {name}" for name, _, _ in instance.programs())
+            programs = tuple(f"{label}: {program.name}" for program in instance.programs())
             part.warmed()
             self._line.tell(0, words.Warmed(samples, programs, compiles.compiled()[1] - before_s))
 
