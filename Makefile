@@ -1,5 +1,6 @@
 # make demo     serve real prompts from separate prefill and decode meshes
 # make test     the whole suite; make fast leaves the slow tests out
+# make aot      compile programs of large models for TPUs and GPUs that are not here
 # make install  .venv with the package, its extras and the weights (the others call it)
 #
 # PYTHON chooses the interpreter (3.11 or newer), VENV the environment's folder.
@@ -10,7 +11,7 @@ BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
-.PHONY: install demo test fast lint types clean
+.PHONY: install demo test fast lint types aot clean
 
 install: $(STAMP)
 
@@ -41,6 +42,20 @@ lint: install
 
 types: install
 	PYTHON=$(BIN)/python .ci/types
+
+# In an environment of its own: wherever JAX starts, a plugin looks for its chips. What has no wheel is left out.
+AOT := .venv-aot
+
+aot: $(AOT)/.installed
+	$(AOT)/bin/python -m pdjax.experiments.aot --check --out=out/aot
+
+$(AOT)/.installed: setup.cfg pyproject.toml
+	$(PYTHON) -m venv $(AOT)
+	$(AOT)/bin/python -m pip install --quiet --editable .
+	for extra in aot-tpu aot-gpu; do \
+	    $(AOT)/bin/python -m pip install --quiet --editable ".[$$extra]" || echo "no wheels for $$extra: left out"; \
+	done
+	touch $@
 
 clean:
 	rm -rf .venv .venv-* build out *.egg-info .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -9,22 +9,20 @@ import dataclasses
 import importlib
 import importlib.util
 import sys
-from pathlib import Path
 
 from absl import flags as absl_flags
 from rich.console import Console
 from rich.table import Table
 
 from pdjax import provenance, report
-from pdjax.experiments import flags, launcher
+from pdjax.experiments import flags, launcher, published_data
 from pdjax.experiments.papers import PAPERS
 from pdjax.experiments.papers.outcome import Outcome, Row, Setup
 
 PAPER = absl_flags.DEFINE_list("paper", ["distserve"], f"Some of {', '.join(PAPERS)}; all.")
-DATA = absl_flags.DEFINE_string("data", "", "The folder with published measurements and traces; some papers need it.")
 QUICK = absl_flags.DEFINE_bool("quick", False, "Fewer and shorter runs.")
 WIDTH = 160  # of the tables where they go to a file: notes are long
-for _name in ("seed", "out"):
+for _name in ("seed", "out", "data"):
     absl_flags.declare_key_flag(_name)  # --help shows these
 
 
@@ -65,9 +63,7 @@ def main(argv: list[str]) -> None:
     unknown = [name for name in names if name not in PAPERS]
     if unknown or not names:
         raise ValueError(f"paper is {','.join(PAPER.value)!r}; allowed: some of {', '.join(PAPERS)}, or all")
-    data = Path(DATA.value).expanduser() if DATA.value else None
-    if data is not None and not data.is_dir():
-        raise ValueError(f"data is {DATA.value!r}, which is no folder; allowed: the one with published measurements")
+    data = published_data.folder()
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     setup = Setup(data, QUICK.value, flags.SEED.value, lambda line: console.print(line, highlight=False))
     outcomes = {}
@@ -76,7 +72,7 @@ def main(argv: list[str]) -> None:
         console.print(table(outcomes[name]))
     if not (folder := flags.OUT.value):
         return
-    own = {"paper": names, "data": DATA.value, "quick": QUICK.value}
+    own = {"paper": names, "data": published_data.DATA.value, "quick": QUICK.value}
     summary = {
         "provenance": provenance.collect(flags.given() | own),
         "papers": {
