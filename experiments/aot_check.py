@@ -17,6 +17,7 @@ from pdjax.models import source
 from pdjax.schedulers.base import traits_of
 
 CHUNK, ROWS, CONTEXT = 2048, 32, 4096
+GROUP = 4  # layers: it divides those of all models here, so that all groups are one program
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -58,6 +59,7 @@ def job(case: Case) -> Job:
         decode_max_batch=ROWS,
         decode_num_pages=1 + ROWS * CONTEXT // page_size,
         max_model_len=CONTEXT,
+        stream_layers=GROUP,
     )
     traits = traits_of(build.scheduler_of(config))
     specs = [_one_size(spec) for spec in build.specs_of(config, model, traits, target.platform)]

@@ -136,7 +136,7 @@ def program_entries(done: Done) -> list[dict[str, Any]]:
             "compiled": answer.error is None,
             "error": answer.error,
             "compile_s": answer.seconds_to_compile,
-            "memory": answer.memory and dataclasses.asdict(answer.memory) | {"total": answer.memory.total},
+            "memory": _memory_entry(program, answer),
             "donated": answer.donated,
             "pool_aliased": answer.pool_aliased,
             "collectives": answer.collectives,
@@ -146,6 +146,14 @@ def program_entries(done: Done) -> list[dict[str, Any]]:
         }
         for program, answer in done.answers
     ]
+
+
+def _memory_entry(program: Program, answer: Compiled) -> dict[str, int] | None:
+    held = memory.held_by(program, answer)
+    if answer.memory is None or held is None:
+        return None
+    parts = {"weights": held.weights, "pool": held.pool, "temporaries": held.extra, "total": answer.memory.total}
+    return parts | dataclasses.asdict(answer.memory)
 
 
 def instance_entry(done: Done) -> dict[str, Any]:

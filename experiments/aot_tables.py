@@ -6,14 +6,17 @@ from collections.abc import Iterator, Sequence
 
 from rich.table import Table
 
+from pdjax.aot import memory
 from pdjax.aot.compiled import Compiled
+from pdjax.aot.programs import Program
 from pdjax.experiments.aot_runs import Done
 
 _GIB = 2**30
 NOTE = (
-    "Temporaries: what a program needs beside weights, pages and its results. Loops over pages count as if they went "
-    "round once, and kernels of our own as nothing, in FLOP, bytes and time. FLOP of CUDA programs: of the matrix "
-    "products that were given to the compiler, which tells none."
+    "Temporaries: activations and results too. Of the chip: all weights and pages of the instance, and the temporaries "
+    "of this program. Loops over pages count as if they went round once, and kernels of our own as nothing, in "
+    "FLOP, bytes and time. FLOP of CUDA programs: of the matrix products that were given to the compiler, which tells "
+    "none."
 )
 
 
@@ -22,16 +25,15 @@ def programs(done: Done) -> Table:
     job = done.job
     spec, chip = job.spec, job.target.hardware
     table = Table(
-        title=f"{job.target.text}, {job.name}: {spec.pp} stage{'s'[: spec.pp > 1]} of {spec.devices // spec.pp} "
-        f"{chip.name}, {job.dtype}",
+        title=f"{job.target.text}, {job.name}: {spec.pp} x {spec.devices // spec.pp} {chip.name}, {job.dtype}",
         title_justify="left",
     )
-    for name in ("program", "compiles", "arguments", "temporaries", "together", "in place", "collectives"):
+    for name in ("program", "compiles", "weights", "pages", "temporaries", "of the chip", "in place", "collectives"):
         table.add_column(name, justify="left" if name in ("program", "collectives") else "right")
     for name in ("GFLOP", "GB", "estimate, ms"):
         table.add_column(name, justify="right")
     for program, answer in done.answers:
-        table.add_row(program.name, *_cells(answer))
+        table.add_row(program.name, *_cells(done, program, answer))
     return table
 
 
@@ -72,13 +74,14 @@ def lines(compiled: Sequence[Done]) -> Iterator[str]:
     yield NOTE
 
 
-def _cells(answer: Compiled) -> Iterator[str]:
-    if answer.memory is None:
+def _cells(done: Done, program: Program, answer: Compiled) -> Iterator[str]:
+    if (held := memory.held_by(program, answer)) is None:
         yield "[red]no[/red]"
         return
-    memory = answer.memory
+    fit = done.fit
     yield f"{answer.seconds_to_compile:.1f} s"
-    yield from (_gib(size) for size in (memory.argument, memory.temp, memory.total))
+    yield from (_gib(size) for size in (held.weights, held.pool, held.extra))
+    yield f"{(fit.need.weights + fit.pool + held.extra) / fit.memory:.1%}"
     yield {None: "-", True: "[green]yes[/green]", False: "[red]copied[/red]"}[answer.pool_aliased]
     yield ", ".join(f"{count} {kind}" for kind, count in answer.collectives.items()) or "-"
     yield _scaled(answer.flops, 1e-9)

@@ -22,8 +22,9 @@ from pdjax.models.sharding import KV, REP, Share, shares, split
 from pdjax.models.weights import kind_of, tables
 
 _GIB = 2**30
-# Arguments that stay where they are between programs; the others come and go with the pass.
-_HELD = {"embed": 1, "group": 2, "head": 2, "insert": 1, "extract": 1}
+# Kind of program -> the argument that holds weights, or pages. All others come and go with a pass.
+_WEIGHTS = {"embed": 0, "group": 0, "head": 0}
+_PAGES = {"group": 1, "insert": 0, "extract": 0}
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +33,7 @@ class Need:
 
     Attributes:
         weights, page: of all its weights, and of one page in all its layers.
-        extra: what the hungriest of its programs needs beside weights and pages.
+        extra: activations and temporaries of the hungriest of its programs.
     """
 
     weights: int
@@ -46,6 +47,22 @@ class Need:
     def room(self, chip: Hardware) -> int:
         """Pages that the chip has room for."""
         return max(int(chip.memory_bytes - self.weights - self.extra) // self.page, 0)
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of one chip while a program runs.
+
+    Attributes:
+        weights, pool: those that it takes.
+        extra: the rest: activations, results and temporaries.
+        padding: how much larger pages lie in memory than they are: tiles that they do not fill.
+    """
+
+    weights: int
+    pool: int
+    extra: int
+    padding: float
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -91,20 +108,31 @@ def needs(spec: InstanceSpec, config: ModelConfig, dtype: str) -> tuple[Need, ..
 
 
 def measured(need: Sequence[Need], programs: Sequence[tuple[Program, Compiled]]) -> tuple[Need, ...]:
-    """The same with what the compiler said: temporaries of the hungriest program, and tiles that pages do not fill."""
+    """The same with what the compiler said."""
     extra, padding = [0] * len(need), [1.0] * len(need)
     for program, done in programs:
-        if done.memory is None:
+        if (held := held_by(program, done)) is None:
             continue
-        held = sum(bytes_on_device(leaf) for leaf in jax.tree.leaves(program.args[: _HELD.get(program.kind, 0)]))
-        if program.kind in ("group", "insert") and done.pool_aliased:
-            padding[program.stage] = max(padding[program.stage], done.memory.alias / done.donated)
-            held += done.memory.alias - done.donated
-        extra[program.stage] = max(extra[program.stage], done.memory.total - held)
+        extra[program.stage] = max(extra[program.stage], held.extra)
+        padding[program.stage] = max(padding[program.stage], held.padding)
     return tuple(
         dataclasses.replace(each, page=math.ceil(each.page * padding[stage]), extra=extra[stage])
         for stage, each in enumerate(need)
     )
+
+
+def held_by(program: Program, done: Compiled) -> Held | None:
+    """What a program holds of a chip while it runs; None: it was refused."""
+    if done.memory is None:
+        return None
+    weights, pages = (
+        sum(map(bytes_on_device, jax.tree.leaves(program.args[where[program.kind]]))) if program.kind in where else 0
+        for where in (_WEIGHTS, _PAGES)
+    )
+    # What is aliased is what lies in memory; pages that are only read are taken to lie there as they are.
+    padding = done.memory.alias / done.donated if done.pool_aliased and program.kind in _PAGES else 1.0
+    pool = math.ceil(pages * padding)
+    return Held(weights, pool, done.memory.total - weights - pool, padding)
 
 
 def fit(spec: InstanceSpec, config: ModelConfig, need: Sequence[Need], chip: Hardware) -> Fit:
