@@ -1,8 +1,9 @@
 """Which devices of its host a rank uses. Called by `pdjax.mpi.job`, before JAX looks for devices.
 
-GPUs: rank by rank of a host takes the next ones, by CUDA_VISIBLE_DEVICES, unless that is set. CPU: JAX is asked for as
-many as are needed, and as many threads more. TPU: the runtime gives each process those of its host. Rank 0 keeps off
-all of them.
+GPUs: rank by rank of a host takes the next ones, by CUDA_VISIBLE_DEVICES. If that is set, as by Slurm, it takes them of
+those that are named there; if they are fewer than the host's ranks need, each rank has been given its own already. CPU:
+JAX is asked for as many as are needed, and as many threads more. TPU: the runtime gives each process those of its host.
+Rank 0 keeps off all of them.
 """
 
 import contextlib
@@ -52,9 +53,13 @@ def choose(rank: int, here: Sequence[int], takes: Sequence[int]) -> None:
     if rank == 0:
         jax.config.update("jax_platforms", "cpu")
         return
-    gpus = _gpus()
-    if gpus and "CUDA_VISIBLE_DEVICES" not in os.environ and os.environ.get("JAX_PLATFORMS", "") in ("", "cuda", "gpu"):
-        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(map(str, share(rank, here, takes, gpus)))
+    first = os.environ.get("JAX_PLATFORMS", "").split(",")[0]  # whose devices are used
+    if first in ("", "cuda", "gpu") and (gpus := _gpus()):
+        given = os.environ.get("CUDA_VISIBLE_DEVICES")
+        names = given.split(",") if given is not None else [str(number) for number in range(gpus)]
+        if given is None or len(names) >= sum(takes[other] for other in here):
+            mine = share(rank, here, takes, len(names))
+            os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(names[number] for number in mine)
     if "xla_force_host_platform_device_count" not in os.environ.get("XLA_FLAGS", ""):
         # See `pdjax.build.devices_for` for why twice as many.
         jax.config.update("jax_num_cpu_devices", 2 * takes[rank])
@@ -89,7 +94,14 @@ def join_ranks(communicator: Any, one_host: bool) -> None:
             host = "127.0.0.1" if one_host else host_address()
             address = f"{host}:{held.enter_context(free_port(host))}"
         address = communicator.bcast(address)
-        jax.distributed.initialize(address, communicator.size, communicator.rank, initialization_timeout=60)
+        # Under Slurm and mpirun JAX would show each process the one GPU that has the number of its local rank.
+        jax.distributed.initialize(
+            address,
+            communicator.size,
+            communicator.rank,
+            cluster_detection_method="deactivate",
+            initialization_timeout=60,
+        )
 
 
 @contextlib.contextmanager
