@@ -5,6 +5,7 @@ by `pdjax.experiments.transfer`, in every rank.
 No engine is there: ranks 1 and 2 send each other units of the size that the model's KV has.
 """
 
+import dataclasses
 import queue
 from collections.abc import Callable
 from typing import Any
@@ -32,8 +33,33 @@ PAIR = 1, 2  # ranks: one prefills, one decodes
 _ANSWER_S, _CLOSE_S = 60.0, 5.0
 
 
-def run(config: EngineConfig, show: Callable[[str], None]) -> None:
-    """Rank 0 returns when it has shown all; the other ranks when it says goodbye.
+@dataclasses.dataclass(frozen=True, slots=True)
+class Crossing:
+    """How KV crossed.
+
+    Attributes:
+        road: in words.
+        pointers: MPI was given device memory.
+        speeds: (source rank, destination rank, bytes, seconds) of each transfer that counts.
+    """
+
+    road: str
+    pointers: bool
+    speeds: tuple[tuple[int, int, int, float], ...]
+
+
+def run(
+    config: EngineConfig,
+    show: Callable[[str], None],
+    *,
+    staged: bool = False,
+    heads: tuple[int, int] | None = None,
+) -> Crossing | None:
+    """Rank 0 returns when it has shown all; the other ranks, with None, when it says goodbye.
+
+    Args:
+        staged: KV goes through host memory even where MPI takes device pointers.
+        heads: kv heads and head dimension of the units; None: those of the model.
 
     Raises:
         ValueError: the ranks cannot work together.
@@ -44,9 +70,9 @@ def run(config: EngineConfig, show: Callable[[str], None]) -> None:
     ends.install()
     job = start(MPI.COMM_WORLD, config)
     if job.post.rank:
-        _End(job, config).serve()
-    else:
-        _control(job, show)
+        _End(job, config, staged, heads).serve()
+        return None
+    return _control(job, show)
 
 
 def road(config: EngineConfig, kind: str, said: tuple[bool, str], proof: str | None) -> str:
@@ -68,7 +94,7 @@ def road(config: EngineConfig, kind: str, said: tuple[bool, str], proof: str | N
     return f"mpi, device pointers: {said[1]}, and bytes that crossed from device to device were right"
 
 
-def _control(job: Job, show: Callable[[str], None]) -> None:
+def _control(job: Job, show: Callable[[str], None]) -> Crossing:
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
     line = Line(
         job.post,
@@ -78,8 +104,9 @@ def _control(job: Job, show: Callable[[str], None]) -> None:
         lost=lambda rank, why: answers.put(words.Failed(-1, why)),
     )
     try:
-        roads = [_answer(answers, words.Progress).what for _ in PAIR]
-        show(f"transport: {roads[0]}")
+        ready = [_answer(answers, words.Progress) for _ in PAIR]
+        show(f"transport: {ready[0].what}")
+        speeds = []
         for key, (src, dst) in enumerate((PAIR, PAIR[::-1]) * 2):  # the first each way makes connections and buffers
             transfer = StartTransfer(1 + key, 0, 0, src - 1, dst - 1, (), (), UNITS * TOKENS, "whole")
             line.tell_all((dst, src), transfer)
@@ -89,6 +116,8 @@ def _control(job: Job, show: Callable[[str], None]) -> None:
                 ends_of = " to ".join(f"rank {rank} on {job.facts[rank].host}" for rank in (src, dst))
                 size, speed = inserted.nbytes / 1e6, inserted.nbytes / seconds / 1e9
                 show(f"{ends_of}: {size:.0f} MB in {seconds:.3f} s, {speed:.2f} GB/s")
+                speeds.append((src, dst, inserted.nbytes, seconds))
+        return Crossing(ready[0].what, bool(ready[0].done), tuple(speeds))
     finally:
         for rank in PAIR:
             line.last_word(rank, words.Goodbye(0))
@@ -108,14 +137,14 @@ def _answer(answers: "queue.SimpleQueue[Any]", kind: Any) -> Any:
 class _End:
     """Rank 1 or 2: one end of the transfers."""
 
-    def __init__(self, job: Job, config: EngineConfig) -> None:
+    def __init__(self, job: Job, config: EngineConfig, staged: bool, heads: tuple[int, int] | None) -> None:
         self._todo: queue.SimpleQueue[words.Goodbye] = queue.SimpleQueue()
         self._line = Line(job.post, job.layout, job.offset_s, self._heard, lambda rank, why: ends.leave(1))
-        rank, self._model = job.post.rank, resolve(config.model).config
+        rank = job.post.rank
         self._index, self._moved = rank - 1, list[tuple[float, float]]()
         device = jax.local_devices()[0]
         kind = device.platform
-        said, proof = cuda_aware(), None
+        said, proof = (False, "asked for") if staged else cuda_aware(), None
         if config.transfer == "mpi" and kind != "cpu" and said[0]:
             other = PAIR[rank % 2]
             proof = self_test(self._line, other, other, device, _ANSWER_S)
@@ -124,7 +153,10 @@ class _End:
         if config.transfer == "jax_transfer":
             host = "127.0.0.1" if len({facts.host for facts in job.facts}) == 1 else host_address()
 
-        K, H = self._model.num_kv_heads, self._model.head_dim
+        if heads is None:
+            model = resolve(config.model).config
+            heads = model.num_kv_heads, model.head_dim
+        K, H = heads
         dtype = "float32" if kind == "cpu" else "bfloat16"
         mesh = Mesh(np.array([[device]]), ("kv", "rep"))
         sharding = NamedSharding(mesh, PartitionSpec(None, None, None, "kv", None))
@@ -138,7 +170,8 @@ class _End:
             self._line, sides, self._index, [sharding] * LAYERS, K, H, dtype, head_bytes,
             pointers=pointers, host=host, timeout_s=timeout_s,
         )  # fmt: skip
-        self._line.tell(0, words.Progress(0, 0, road(config, kind, said, proof)))  # which says that it is ready, too
+        # Which says that it is ready, too.
+        self._line.tell(0, words.Progress(int(pointers), 1, road(config, kind, said, proof)))
 
     def serve(self) -> None:
         """Until rank 0 says goodbye."""
