@@ -161,6 +161,7 @@ def _paged_over_dense() -> Measure:
     position = jnp.full(B, CONTEXT - 1, jnp.int32)
     tables = jnp.arange(1, 1 + B * _TABLE, dtype=jnp.int32).reshape(_TABLE, B).T
     rows = attention.Rows(tables, position, tables[:, (CONTEXT - 1) // PAGE])
+    backend = attention.backend_for(_mesh())
     k = jnp.ones((B, K, H))
 
     def dense(cache: LayerKV, q: jax.Array) -> tuple[LayerKV, jax.Array]:
@@ -173,8 +174,8 @@ def _paged_over_dense() -> Measure:
         return kept, jnp.einsum("ngs,nsh->ngh", share, kept.v, precision=lax.Precision.HIGHEST).reshape(q.shape)
 
     def paged(cache: LayerKV, q: jax.Array) -> tuple[LayerKV, jax.Array]:
-        kept = attention.write_rows(cache, k, k, rows)
-        return kept, attention.attend_rows(q, kept, rows)
+        kept = backend.write_rows(cache, k, k, rows)
+        return kept, backend.attend_rows(q, kept, rows)
 
     def runner(
         attend: Callable[[LayerKV, jax.Array], tuple[LayerKV, jax.Array]], pool: list[LayerKV]

@@ -22,7 +22,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pdjax.models import attention
 from pdjax.models.config import ModelConfig
-from pdjax.models.kv import POOL_SPEC, WIRE_SPEC, LayerKV
+from pdjax.models.kv import WIRE_SPEC, LayerKV
 from pdjax.models.linear import compiler_options
 from pdjax.models.llama import embed_graph, head_graph, layer_graph, merge
 from pdjax.models.params import Weights, embed_params, head_params, layer_params
@@ -76,7 +76,7 @@ def columns_of(config: ModelConfig, weights: Weights, tp: int, layers: Sequence[
 @functools.cache
 def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool, dtype: Any) -> PassPrograms:
     """The programs of one pass shape and dtype of weights; `fresh`: groups also return the K/V of the prompt tokens."""
-    tp = mesh.size
+    tp, backend = mesh.size, attention.backend_for(mesh)
     embedding, layer = embed_graph(config, tp), layer_graph(config, tp)
     embed_table, layer_table = embed_params(config, tp), layer_params(config, tp, 0)
     embed_specs = tuple(embed_table[name].spec for name in embedding[2])
@@ -92,7 +92,7 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
 
     def group(columns: Columns, caches: Caches, x: jax.Array, step: Step) -> Grouped:
         cos, sin = angles(config, step.positions)
-        attend = functools.partial(_attend, shape, step)
+        attend = functools.partial(_attend, backend, shape, step)
         done: list[LayerKV] = []
         kv: list[jax.Array] = []
         for leaves, cache in zip(zip(*columns, strict=True), caches, strict=True):
@@ -101,13 +101,11 @@ def pass_programs(config: ModelConfig, mesh: Mesh, shape: PassShape, fresh: bool
             kv.append(jnp.stack([k[: shape.tokens], v[: shape.tokens]]))
         return x, x[step.pick], tuple(done), jnp.stack(kv) if fresh and shape.tokens else None
 
-    R = _EVERYWHERE
+    R, pages = _EVERYWHERE, backend.spec
     return PassPrograms(
         embed=_compiled(embed, mesh, (embed_specs, R, R), R),
         unpack=_compiled(unpack, mesh, (R,), R),
-        group=_compiled(
-            group, mesh, (layer_specs, POOL_SPEC, R, R), (R, R, POOL_SPEC, WIRE_SPEC), donate=1, dtype=dtype
-        ),
+        group=_compiled(group, mesh, (layer_specs, pages, R, R), (R, R, pages, WIRE_SPEC), donate=1, dtype=dtype),
         head=_head_program(config, mesh, dtype),
     )
 
@@ -130,14 +128,15 @@ def _head_program(config: ModelConfig, mesh: Mesh, dtype: Any) -> Any:
 @functools.cache
 def insert_program(mesh: Mesh, page_size: int, tokens: int) -> Callable[[Caches, Any, jax.Array], Caches]:
     """(caches donated, vector, kv [g, 2, T, K, H]) -> caches with the tokens in the pages of `pack_insert`."""
+    backend = attention.backend_for(mesh)
 
     def insert(caches: Caches, vector: jax.Array, kv: jax.Array) -> Caches:
         width = write_entries(tokens, page_size, 1)
         columns = lax.slice(vector, (1,), (1 + 4 * width,)).reshape(4, width)
         writes = attention.PageWrites(vector[0], *columns)
-        return tuple(attention.write_pages(cache, kv[i, 0], kv[i, 1], writes) for i, cache in enumerate(caches))
+        return tuple(backend.write_pages(cache, kv[i, 0], kv[i, 1], writes) for i, cache in enumerate(caches))
 
-    return _compiled(insert, mesh, (POOL_SPEC, _EVERYWHERE, WIRE_SPEC), POOL_SPEC, donate=0)
+    return _compiled(insert, mesh, (backend.spec, _EVERYWHERE, WIRE_SPEC), backend.spec, donate=0)
 
 
 def pack_insert(page_size: int, padded: int, start: int, tokens: int, pages: Sequence[int]) -> Any:
@@ -151,11 +150,12 @@ def pack_insert(page_size: int, padded: int, start: int, tokens: int, pages: Seq
 @functools.cache
 def extract_program(mesh: Mesh, tokens: int) -> Callable[[Caches, Any, Any], jax.Array]:
     """(caches, pages [W] int32, offset [] int32) -> kv [g, 2, T, K, H]: T tokens from `offset` of the first page on."""
+    backend = attention.backend_for(mesh)
 
     def extract(caches: Caches, pages: jax.Array, offset: jax.Array) -> jax.Array:
-        return jnp.stack([attention.read_pages(cache, pages, offset, tokens) for cache in caches])
+        return jnp.stack([backend.read_pages(cache, pages, offset, tokens) for cache in caches])
 
-    return _compiled(extract, mesh, (POOL_SPEC, _EVERYWHERE, _EVERYWHERE), WIRE_SPEC)
+    return _compiled(extract, mesh, (backend.spec, _EVERYWHERE, _EVERYWHERE), WIRE_SPEC)
 
 
 @functools.cache
@@ -172,19 +172,25 @@ def slice_program(mesh: Mesh, tokens: int) -> Callable[[jax.Array, Any], jax.Arr
 
 
 def _attend(
-    shape: PassShape, step: Step, q: jax.Array, k: jax.Array, v: jax.Array, cache: LayerKV
+    backend: attention.Backend,
+    shape: PassShape,
+    step: Step,
+    q: jax.Array,
+    k: jax.Array,
+    v: jax.Array,
+    cache: LayerKV,
 ) -> tuple[jax.Array, LayerKV]:
     """Writes the fresh K/V of both parts, then lets the T prompt tokens and the B rows attend, each in its own way."""
     T = shape.tokens
     if step.writes is not None:
-        cache = attention.write_pages(cache, k[:T], v[:T], step.writes)
+        cache = backend.write_pages(cache, k[:T], v[:T], step.writes)
     if step.rows is not None:
-        cache = attention.write_rows(cache, k[T:], v[T:], step.rows)
+        cache = backend.write_rows(cache, k[T:], v[T:], step.rows)
     parts = []
     if step.blocks is not None:
-        parts.append(attention.attend_blocks(q[:T], cache, step.blocks))
+        parts.append(backend.attend_prompts(q[:T], k[:T], v[:T], cache, step.blocks))
     if step.rows is not None:
-        parts.append(attention.attend_rows(q[T:], cache, step.rows))
+        parts.append(backend.attend_rows(q[T:], cache, step.rows))
     return parts[0] if len(parts) == 1 else jnp.concatenate(parts), cache
 
 

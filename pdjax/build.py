@@ -20,7 +20,7 @@ from pdjax.instance import Instance
 from pdjax.latency import Probe, Sample
 from pdjax.local import LocalCluster
 from pdjax.messages import InstanceSpec, Role
-from pdjax.models.attention import QUERY_BLOCK, ROW_BLOCK
+from pdjax.models import attention
 from pdjax.models.buckets import chunk_buckets, row_buckets, wire_buckets
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token, kv_dtype_on
@@ -116,8 +116,10 @@ def specs_of(
     pools = {Role.PREFILL: prefill, Role.DECODE: decode, Role.MIXED: mixed}
     roles = config.roles(traits.colocated)
     platform = platform or platform_here()
-    kv = kv_bytes_per_token(model, kv_dtype_on(platform, dtype_of(config, platform)))
-    specs = [_spec(index, pools[role], config, max_len, kv) for index, role in enumerate(roles)]
+    dtype = kv_dtype_on(platform, dtype_of(config, platform))
+    kv = kv_bytes_per_token(model, dtype)
+    blocks = attention.backend_on(platform).blocks(model, config.page_size, dtype)
+    specs = [_spec(index, pools[role], config, max_len, kv, blocks) for index, role in enumerate(roles)]
     return tuple(dataclasses.replace(spec, moves=traits.moves) for spec in specs)
 
 
@@ -278,7 +280,10 @@ class _Pool:
         return self.pp * self.tp
 
 
-def _spec(index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_per_token: int) -> InstanceSpec:
+def _spec(
+    index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_per_token: int, blocks: tuple[int, int]
+) -> InstanceSpec:
+    row_block, query_block = blocks  # of attention on these devices
     side = "prefill" if pool.role is Role.PREFILL else "decode"
     one = -(-max_len // config.page_size)
     usual = -(-min(max_len, USUAL_TOKENS) // config.page_size)
@@ -305,8 +310,8 @@ def _spec(index: int, pool: _Pool, config: EngineConfig, max_len: int, kv_bytes_
         row_buckets=row_buckets(pool.rows),
         # Where the largest batch does not divide, all of its rows attend together; smaller ones are one block anyway,
         # or of a size between, which is then predicted as one.
-        row_block=ROW_BLOCK if pool.rows and pool.rows % ROW_BLOCK == 0 else 0,
-        query_block=QUERY_BLOCK if pool.chunk else 0,
+        row_block=row_block if pool.rows and pool.rows % row_block == 0 else 0,
+        query_block=query_block if pool.chunk else 0,
     )
 
 

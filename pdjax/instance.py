@@ -22,6 +22,7 @@ from pdjax import catalogue
 from pdjax.catalogue import Program
 from pdjax.latency import Probe, Sample
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
+from pdjax.models import attention
 from pdjax.models.buckets import slice_sizes
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import LayerKV, kv_dtype
@@ -206,10 +207,11 @@ class Instance:
     def fill_pages(self, pages: Sequence[int], value: float) -> None:
         """Overwrites whole pages, for tests. Goes through the host."""
         for stage in self._stages:
+            axis = attention.backend_for(stage.mesh).layout.pages_axis
             for layer, cache in stage.pool.items():
                 arrays = [np.array(array) for array in cache]
                 for array in arrays:
-                    array[list(pages)] = value
+                    np.moveaxis(array, axis, 0)[list(pages)] = value
                 put = (jax.device_put(a, old.sharding) for a, old in zip(arrays, cache, strict=True))
                 stage.pool[layer] = LayerKV(*put)
 

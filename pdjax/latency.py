@@ -185,7 +185,7 @@ def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float
 
 def _pairs(spec: InstanceSpec, chunks: tuple[tuple[int, int], ...], padded: int) -> float:
     """Pairs of a prompt token and a token that it attends to, as the programs compute them: a block of queries, full or
-    not, attends to whole pages up to its last token (`pdjax.models.attention.attend_blocks`)."""
+    not, attends to whole pages up to its last token (`pdjax.models.attention.plain.attend_blocks`)."""
     block, page = min(spec.query_block, padded), spec.page_size
     if not block:
         return sum(size * (prior + size / 2) for size, prior in chunks)

@@ -13,6 +13,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from pdjax.models import attention
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import WIRE_SPEC, LayerKV, make_pool, unit_shape
 from pdjax.models.params import Weights
@@ -135,13 +136,16 @@ class Stage:
     def held_kv(self, pages: Sequence[int], tokens: int) -> Iterator[tuple[int, int, np.ndarray]]:
         """(layer, head, KV [2, tokens, H]) of the first `tokens` tokens of a block table, for every layer of this stage
         and every head that a device of this process has. Blocks; goes through the host."""
-        table = np.asarray(pages, np.int32)
+        table, layout = np.asarray(pages, np.int32), attention.backend_for(self.mesh).layout
+        axis = layout.heads_axis
         for layer, cache in sorted(self.pool.items()):
-            ks, vs = ({shard.index[1].start or 0: shard.data for shard in array.addressable_shards} for array in cache)
+            ks, vs = (
+                {shard.index[axis].start or 0: shard.data for shard in array.addressable_shards} for array in cache
+            )
             for first, k in sorted(ks.items()):
-                own = np.asarray(k)[table].transpose(1, 0, 3, 2), np.asarray(vs[first])[table].transpose(1, 0, 2, 3)
-                for head, kv in enumerate(np.stack(own, axis=1)):  # [2, M, P, H]
-                    yield layer, first + head, kv.reshape(2, -1, kv.shape[-1])[:, :tokens]
+                own = layout.on_host((np.asarray(k), np.asarray(vs[first])), table)
+                for head, kv in enumerate(own):  # [2, M * P, H]
+                    yield layer, first + head, kv[:, :tokens]
 
     def group_sizes(self) -> list[tuple[Layers, Columns, tuple[LayerKV, ...]]]:
         """One group of every size with its leaves and pages: groups of equal size are one program."""
