@@ -21,7 +21,7 @@ from rich.console import Console
 
 from pdjax import profile, provenance, report, workload
 from pdjax.config import EngineConfig
-from pdjax.experiments import fidelity_tables, flags, launcher, measured, predictions
+from pdjax.experiments import fidelity_tables, flags, launcher, measured, predictions, profile_tables
 from pdjax.experiments import profile as profiling
 from pdjax.experiments.compare_tables import COMPARED
 from pdjax.experiments.fidelity_runs import (
@@ -67,7 +67,7 @@ def profiled(config: EngineConfig, out: str, console: Console) -> str:
         config, scheduler=policy, prefill_chunk=chunk, decode_chunk=chunk, warmup=False, correct=False
     )
     known = profiling.measure(own, policy, console)
-    console.print(profiling.errors(known))
+    console.print(profile_tables.errors(known))
     path = Path(out) / "profile.json"
     profile.save(known, path)
     return str(path)

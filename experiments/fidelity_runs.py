@@ -71,7 +71,7 @@ def slowed(virtual: Virtual, times: float) -> Virtual:
     def model_of(spec: InstanceSpec) -> LatencyModel:
         return dataclasses.replace(virtual.model_of(spec), scale=(times, times, times))
 
-    return Virtual(virtual.config, virtual.model, model_of)
+    return dataclasses.replace(virtual, latency=model_of)
 
 
 def in_virtual_time(virtual: Virtual, config: EngineConfig) -> Real:

@@ -69,7 +69,11 @@ def profiled(config: EngineConfig, model: ModelConfig) -> Virtual:
     if not config.profile:
         return Virtual(config, model)
     known = profile.load(config.profile)
-    return Virtual(config, model, lambda spec: known.latency(spec, "" if spec.role is Role.MIXED else config.transfer))
+
+    def model_of(spec: InstanceSpec) -> LatencyModel:
+        return known.latency(spec, "" if spec.role is Role.MIXED else config.transfer)
+
+    return Virtual(config, model, model_of, known.estimate.platform if known.estimate else "cpu")
 
 
 def requests(virtual: Virtual, kind: str, rate: float, seed: int, slo: SLO, count: int | None = None) -> Workload:

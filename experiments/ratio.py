@@ -48,7 +48,7 @@ def inputs() -> tuple[Side, Callable[[int], float], int, str]:
     context = PROMPT_TOKENS.value + OUTPUT_TOKENS.value // 2
     side = Side(PROMPTS.value * known.prefill_s(PROMPT_TOKENS.value), PROMPTS.value, OUTPUT_TOKENS.value)
     most = MAX_ROWS.value or known.kinds[0].spec.max_rows
-    return side, lambda rows: known.decode_s(rows, context), most, f"the profile of {known.name} on {known.hardware}"
+    return side, lambda rows: known.decode_s(rows, context), most, known.origin
 
 
 def table(side: Side, points: Sequence[Point]) -> Table:

@@ -71,14 +71,16 @@ class Virtual:
         config: instances and their limits; its scheduler does not matter.
         model: whose KV and context it has.
         latency: of an instance; `usual_latency` where nothing is known.
+        platform: of the devices; how large KV is follows from it.
     """
 
     config: EngineConfig
     model: ModelConfig
     latency: Callable[[InstanceSpec], LatencyModel] | None = None
+    platform: str = "cpu"
 
     def specs(self, scheduler: Scheduler) -> tuple[InstanceSpec, ...]:
-        return build.specs_of(self.config, self.model, traits_of(scheduler), platform="cpu")
+        return build.specs_of(self.config, self.model, traits_of(scheduler), self.platform)
 
     def model_of(self, spec: InstanceSpec) -> LatencyModel:
         return self.latency(spec) if self.latency else _usual(_whole(spec))

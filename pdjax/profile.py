@@ -1,6 +1,6 @@
-"""The latency profile of a model on some hardware: a versioned JSON file. Enters: measured passes and transfers.
-Leaves: what `EngineConfig.profile` names, checked against the engine that is to use it. Called by
-`pdjax.experiments.profile`, which makes profiles, and by the engine and launchers, which read them.
+"""The latency profile of a model on some hardware: a versioned JSON file. Enters: passes and transfers, measured, or
+estimated and marked so. Leaves: what `EngineConfig.profile` names, checked against the engine that is to use it. Called
+by `pdjax.experiments.profile` and `aot_profile`, which make profiles, and by the engine and launchers, which read them.
 
     known = profile.load("profile.json")
     known.prefill_s(512)  # T_p: seconds to prefill 512 tokens alone
@@ -10,6 +10,7 @@ Leaves: what `EngineConfig.profile` names, checked against the engine that is to
 import dataclasses
 import functools
 import json
+import logging
 import math
 import statistics
 from collections.abc import Iterable, Sequence
@@ -21,6 +22,8 @@ from pdjax import codec
 from pdjax.latency import KINDS, LatencyModel, Load, Sample, fitted, kind, saturating_tokens, solve
 from pdjax.messages import InstanceSpec, Role
 from pdjax.models.config import ModelConfig
+
+log = logging.getLogger("pdjax")
 
 VERSION = 1
 _NO_COST = ("max_position", "eos_ids", "bos_id")  # of a model: what its passes take does not depend on it
@@ -93,6 +96,21 @@ class Transfers:
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
+class Estimate:
+    """Where the times of a profile come from that nobody has measured.
+
+    Attributes:
+        target: the devices, as `pdjax.aot.targets` names them.
+        platform: of these devices.
+        how: what passes and transfers were taken from, in words.
+    """
+
+    target: str
+    platform: str
+    how: str
+
+
+@dataclasses.dataclass(frozen=True, slots=True)
 class Profile:
     """Of one model on one kind of hardware.
 
@@ -103,6 +121,7 @@ class Profile:
         hardware: what its devices are (`pdjax.build.hardware_here`).
         kinds: of instances, the one that most is known of first.
         transfers: by transport.
+        estimate: None: it was measured; else all times are estimates.
     """
 
     version: int
@@ -112,6 +131,15 @@ class Profile:
     hardware: str
     kinds: tuple[Kind, ...]
     transfers: tuple[Transfers, ...] = ()
+    estimate: Estimate | None = None
+
+    @property
+    def origin(self) -> str:
+        """In words, for the reader of what follows from it."""
+        text = f"the profile of {self.name} on {self.hardware}"
+        if self.estimate is None:
+            return text
+        return f"{text}, an estimate for {self.estimate.target} that nobody has measured ({self.estimate.how})"
 
     def check(self, model: ModelConfig, dtype: str, hardware: str) -> None:
         """ValueError unless it is of this model, dtype and hardware."""
@@ -167,7 +195,7 @@ class Profile:
 
 
 def load(path: str) -> Profile:
-    """Reads a profile.
+    """Reads a profile; of an estimate a warning tells, once.
 
     Raises:
         ValueError: it cannot be read, or is none, or of another version; the message names `profile`, and the field.
@@ -190,6 +218,8 @@ def _load(path: str, stamp: int) -> Profile:
         known = codec.decode(Profile, data)
         if not known.kinds:
             raise ValueError("kinds is empty; allowed: at least one")
+        if known.estimate is not None:
+            log.warning("profile is %r, %s", path, known.origin)
         return known
     except (OSError, ValueError) as error:
         raise ValueError(f"profile is {path!r}, which is no profile: {error}") from None

@@ -3,6 +3,7 @@
 Nothing that names a person or a machine: no host, no user, no environment.
 """
 
+import dataclasses
 import importlib.metadata
 import math
 import os
@@ -14,9 +15,10 @@ from typing import Any
 
 import jax
 
+from pdjax import profile
 from pdjax.mpi.facts import Facts
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "mpi4py")
+PACKAGES = ("jax", "jaxlib", "flax", "numpy", "mpi4py", "libtpu", "jax-cuda13-plugin")
 
 
 def collect(
@@ -25,14 +27,14 @@ def collect(
     """What produced a result. Starts no JAX backend.
 
     Args:
-        flags: name to value; "seed" is repeated at the top.
+        flags: name to value; "seed" is repeated at the top, and "profile" is read: it may be an estimate.
         devices: those of this process that were used.
         ranks: of an `mpirun` job that was used; rank 0 has no devices.
 
     Returns:
         version and commit of pdjax (None outside a git checkout; "+changes" where files differ from it), python,
-        packages, hardware (cpu, cores that this process may use, memory in bytes, devices by kind), flags, seed; ranks,
-        if there are any.
+        packages, hardware (cpu, cores that this process may use, memory in bytes, devices by kind), flags, seed; if
+        there are any: estimate (`pdjax.profile.Estimate`), ranks.
     """
     kinds: dict[str, int] = {}
     for device in devices:
@@ -45,8 +47,15 @@ def collect(
         "hardware": {"cpu": cpu(), "cores": _cores(), "memory_bytes": _memory(), "devices": kinds},
         "flags": {name: _plain(value) for name, value in flags.items()},
         "seed": flags.get("seed"),
+        **({"estimate": estimate} if (estimate := _estimate(flags.get("profile"))) else {}),
         **({"ranks": [{"platform": rank.platform, "devices": rank.devices} for rank in ranks]} if ranks else {}),
     }
+
+
+def _estimate(path: str | None) -> dict[str, Any] | None:
+    """What a latency profile that was used says of itself where nobody has measured it."""
+    known = profile.load(path).estimate if path else None
+    return None if known is None else dataclasses.asdict(known)
 
 
 def _version(package: str) -> str | None:

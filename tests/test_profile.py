@@ -10,7 +10,7 @@ from pdjax.config import EngineConfig
 from pdjax.latency import LatencyModel, Probe, Sample
 from pdjax.messages import Role
 from pdjax.models.config import ModelConfig
-from pdjax.profile import Moved, Points, Profile, Transfers
+from pdjax.profile import Estimate, Moved, Points, Profile, Transfers
 from pdjax.testing import spec
 
 MODEL = ModelConfig(100, 16, 32, 2, 2, 1, 8)
@@ -44,6 +44,14 @@ def models(path, specs=(SPEC,), model=MODEL, dtype="float32", hardware="abacus",
 
 def test_a_file_gives_back_the_profile(path):
     assert profile.load(path) == PROFILE
+
+
+def test_an_estimate_keeps_its_mark_and_is_told_when_it_is_read(tmp_path, caplog):
+    mark = Estimate("tpu:v9:1x1", "tpu", "by guessing")
+    profile.save(dataclasses.replace(PROFILE, estimate=mark), tmp_path / "guess.json")
+    assert profile.load(str(tmp_path / "guess.json")).estimate == mark
+    told = "the profile of tiny on abacus, an estimate for tpu:v9:1x1 that nobody has measured (by guessing)"
+    assert told in caplog.text and PROFILE.origin == "the profile of tiny on abacus"
 
 
 def test_a_kind_has_a_fitted_model_and_errors_of_what_it_was_and_was_not_fitted_to():

@@ -164,7 +164,7 @@ def _profiled(path: str) -> tuple[Source, str]:
                 )
         return None
 
-    return source, f"the profile of {known.name} on {known.hardware}; passes of sizes between are not padded here"
+    return source, f"{known.origin}; passes of sizes between are not padded here"
 
 
 def names(stocks: Sequence[Stock]) -> str:
