@@ -27,7 +27,7 @@ def run_within(code, limit_s=60):
 
 def test_all_parts_together_take_less_than_eight_minutes():
     assert sum(gpu_check.PARTS.values()) < 8 * 60
-    assert all(gpu_check.JOB_S < gpu_check.PARTS[name] for name in gpu_wires.JOBS)
+    assert all(gpu_check.PARTS[name] > gpu_check.JOB_S for name in gpu_wires.JOBS)
 
 
 def test_a_goal_is_reached_at_its_bar_and_never_by_nan():

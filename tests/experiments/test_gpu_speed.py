@@ -13,9 +13,7 @@ from pdjax.models.presets import PRESETS
 from pdjax.models.sharding import make_mesh
 
 # D 8, K 2, G 2, H 2, F 12, V 50, untied.
-CONFIG = ModelConfig(
-    vocab_size=50, hidden_size=8, ffn_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2
-)
+CONFIG = ModelConfig(vocab_size=50, hidden_size=8, ffn_size=12, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=2)
 SIZE = Size("tiny", 8, 4, 8, 4, square=16, copied=1000, passes=1, steps=4, rounds=1)
 LAYER = 2 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 12) + 4 * 2 * 8  # bfloat16 matrices, float32 norms
 TABLE, NORM = 2 * 50 * 8, 4 * 8

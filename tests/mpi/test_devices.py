@@ -76,7 +76,7 @@ class Alone:
     rank, size = 0, 1
     def bcast(self, address): return address
 join_ranks(Alone(), True)
-print(jax.config.jax_cuda_visible_devices)
+print(jax.config.values["jax_cuda_visible_devices"])
 """
     slurm = {"JOB_ID": "1", "STEP_NODELIST": "here", "NTASKS": "3", "PROCID": "2", "LOCALID": "2"}
     environ = os.environ | {f"SLURM_{name}": value for name, value in slurm.items()}
