@@ -12,7 +12,7 @@ import numpy as np
 
 from pdjax.messages import Chunk
 from pdjax.models import attention
-from pdjax.models.attention import Backend, Layout, LayerKV
+from pdjax.models.attention import Backend, LayerKV, Layout
 from pdjax.models.plan import SAMPLING_WORDS, PassShape, RowArrays, pack_pass, table_of, unpack_pass
 from pdjax.models.programs import extract_program, insert_program, pass_programs
 from pdjax.request import SamplingParams

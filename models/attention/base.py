@@ -178,7 +178,7 @@ def by_head(pages: jax.Array) -> jax.Array:
 def pages_by_head(pages: jax.Array, page: jax.Array) -> jax.Array:
     """Where pages [n] of every head are in `by_head`: [K, n]."""
     K, N = pages.shape[:2]
-    return jnp.arange(K)[:, None] * N + page
+    return jnp.arange(K)[:, None] * N + page[None]
 
 
 def _ordered(array: Any, axes: str, want: str) -> Any:

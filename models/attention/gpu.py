@@ -131,16 +131,12 @@ def _fresh(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, prompt: ja
     sizes = ops.BlockSizes(block_q=_TILE if T % (2 * _TILE) else 2 * _TILE, block_k=_KEYS)
     k, v = (jnp.repeat(x, G, axis=0) for x in (k, v))  # it takes as many heads of K and V as of q
     q, k, v = (x.transpose(1, 0, 2)[None] for x in (q.reshape(K * G, T, H), k, v))
-    o, lse = ops.mha(
-        q, k, v, prompt[None], causal=True, block_sizes=sizes, interpret=interpret, return_residuals=True
-    )
+    o, lse = ops.mha(q, k, v, prompt[None], causal=True, block_sizes=sizes, interpret=interpret, return_residuals=True)
     o = o[0].transpose(1, 0, 2).astype(jnp.float32)
     return o.reshape(K, G, T, H), lse.reshape(K, G, T) * math.log(2)  # its logarithm is to the base of 2
 
 
-def _prior(
-    interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, mine: jax.Array, length: jax.Array
-) -> parts.Part:
+def _prior(interpret: bool, q: jax.Array, k: jax.Array, v: jax.Array, mine: jax.Array, length: jax.Array) -> parts.Part:
     from jax.experimental.pallas.ops.gpu import decode_attention as ops
 
     K, G, T, H = q.shape

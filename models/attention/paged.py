@@ -16,8 +16,8 @@ from jax import lax
 from pdjax.models.attention import plain
 from pdjax.models.attention.base import (
     Backend,
-    Layout,
     LayerKV,
+    Layout,
     PageWrites,
     QueryBlocks,
     Rows,
@@ -72,7 +72,7 @@ def write_pages(cache: LayerKV, k: jax.Array, v: jax.Array, writes: PageWrites) 
     offsets = jnp.arange(P)[None]
     fresh = (writes.low[:, None] <= offsets) & (offsets < writes.high[:, None])  # [W, P]
     token = jnp.clip(writes.first[:, None] + offsets, 0, len(k) - 1)  # [W, P]
-    used = jnp.arange(len(writes.page)) < writes.used
+    used = (jnp.arange(len(writes.page)) < writes.used)[None]
 
     def write(pages: jax.Array, rows: jax.Array) -> jax.Array:
         flat, at = by_head(pages), pages_by_head(pages, writes.page)
@@ -95,8 +95,8 @@ def write_rows(cache: LayerKV, k: jax.Array, v: jax.Array, rows: Rows) -> LayerK
 
     def write(pages: jax.Array, values: jax.Array) -> jax.Array:
         flat = by_head(pages)
-        at = jnp.where(rows.page < N, pages_by_head(pages, rows.page), len(flat))  # [K, B]
-        return flat.at[at, rows.position % P].set(values.transpose(1, 0, 2), mode="drop").reshape(pages.shape)
+        at = jnp.where((rows.page < N)[None], pages_by_head(pages, rows.page), len(flat))  # [K, B]
+        return flat.at[at, rows.position[None] % P].set(values.transpose(1, 0, 2), mode="drop").reshape(pages.shape)
 
     return LayerKV(write(cache.k, k), write(cache.v, v))
 
@@ -105,4 +105,3 @@ def context(pages: jax.Array, table: jax.Array) -> jax.Array:
     """The rows of pages `table` [m], one after the other: [K, m * P, H]."""
     K, _, _, H = pages.shape
     return jnp.take(by_head(pages), pages_by_head(pages, table), axis=0, mode="clip").reshape(K, -1, H)
-

@@ -54,7 +54,7 @@ def attend_prompts(
     blocks: QueryBlocks,
 ) -> jax.Array:
     """As `Backend.attend_prompts`, by these kernels; `tile`: they take multiples of so many tokens."""
-    T, K, G, H = q.shape
+    T, H = q.shape[0], q.shape[-1]
     pad = -T % tile
     q = jnp.pad(q * H**-0.5, ((0, pad), (0, 0), (0, 0), (0, 0))).transpose(1, 2, 0, 3).astype(cache.k.dtype)
     k, v = (jnp.pad(x, ((0, pad), (0, 0), (0, 0))).transpose(1, 0, 2) for x in (k, v))
@@ -71,7 +71,7 @@ def attend_prompts(
         mine = prompt == s
         keys, values = (context(array, table) for array in cache)
         o, lse = prior(q, keys, values, mine, jnp.minimum(before[s] - at * P, pages * P))
-        return _merge(part, (o, jnp.where(mine, lse, MASKED)))
+        return _merge(part, (o, jnp.where(mine[None, None], lse, MASKED)))
 
     o, _ = lax.fori_loop(0, ends[-1], turn, fresh(q, k, v, prompt))
     return o.transpose(2, 0, 1, 3)[:T]
@@ -86,7 +86,7 @@ def prompt_of_tokens(blocks: QueryBlocks, tokens: int) -> jax.Array:
 
 def tokens_before(blocks: QueryBlocks) -> jax.Array:
     """[S] int32: how many tokens of each prompt came in earlier passes; 0 where it has none in this one."""
-    mine = _used(blocks)[:, None] & (blocks.prompt[:, None] == jnp.arange(len(blocks.tables)))  # [blocks, S]
+    mine = _used(blocks)[:, None] & (blocks.prompt[:, None] == jnp.arange(len(blocks.tables))[None])  # [blocks, S]
     position = jnp.where(mine, blocks.position[:, None], jnp.iinfo(jnp.int32).max).min(axis=0)
     return jnp.where(mine.any(axis=0), position, 0)
 

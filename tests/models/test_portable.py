@@ -46,8 +46,7 @@ def group_text(model, platform, tokens, rows):
     table, names = layer_params(model, 1, 0), layer_graph(model, 1)[2]
     layers = 2
     columns = tuple(
-        (jax.ShapeDtypeStruct(table[name].shape, jnp.float32 if table[name].norm else BF16),) * layers
-        for name in names
+        (jax.ShapeDtypeStruct(table[name].shape, jnp.float32 if table[name].norm else BF16),) * layers for name in names
     )
     caches = tuple(pool_shapes(model, mesh(), PAGES, PAGE, BF16, layers))
     x = jax.ShapeDtypeStruct((tokens + rows, model.hidden_size), jnp.float32)
