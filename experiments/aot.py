@@ -89,7 +89,9 @@ def main(argv: list[str]) -> None:
         for line in aot_tables.lines(compiled):
             console.print(line, highlight=False, soft_wrap=True)
     for each in skipped:
-        console.print(f"left out {each['model']} on {each['target']}: {each['reason']}", highlight=False, soft_wrap=True)
+        console.print(
+            f"left out {each['model']} on {each['target']}: {each['reason']}", highlight=False, soft_wrap=True
+        )
     faults = [fault for done in compiled for fault in done.faults]
     if flags.OUT.value:
         summary = _summary(compiled) | {"skipped": skipped, "faults": faults}

@@ -1,5 +1,5 @@
-"""Every program of an instance. Enter: its limits, what it exchanges with others, and its stages, with weights and pages
-or with their shapes only. Leave: programs by name, each with the arguments it is compiled for. Called by
+"""Every program of an instance. Enter: its limits, what it exchanges with others, and its stages, with weights and
+pages or with their shapes only. Leave: programs by name, each with the arguments it is compiled for. Called by
 `pdjax.instance`, whose warm-up compiles them, and by `pdjax.aot`, so that what is compiled for chips that are not there
 is what would serve on them.
 

@@ -82,9 +82,7 @@ def catalog(
         kv = kv_dtype(weights_dtype, mesh.devices.flat)
         pool = pool_shapes(config, mesh, spec.num_pages, spec.page_size, kv, len(share.layers))
         pages = dict(zip(share.layers, pool, strict=True))
-        parts.append(
-            _Described(share, mesh, config, weights.shapes(config, mesh, dtype, share), pages, sizes.groups)
-        )
+        parts.append(_Described(share, mesh, config, weights.shapes(config, mesh, dtype, share), pages, sizes.groups))
     for program in catalogue.programs(spec, config, sizes, weights_dtype, parts):
         yield dataclasses.replace(program, args=jax.tree.map(_shape, program.args))
 

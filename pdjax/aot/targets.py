@@ -1,5 +1,5 @@
-"""Chips to compile for that are not there. Enters: a text such as "tpu:v5e:2x4" or "gpu:h100:2". Leave: what the chip is
-(`pdjax.hardware`), and devices that programs can be compiled for but not run on. Called by whoever compiles.
+"""Chips to compile for that are not there. Enters: a text such as "tpu:v5e:2x4" or "gpu:h100:2". Leave: what the chip
+is (`pdjax.hardware`), and devices that programs can be compiled for but not run on. Called by whoever compiles.
 
 The compilers are the vendors' own, in the plugins of the extras `aot-tpu` and `aot-gpu`; neither needs a driver.
 """
@@ -50,12 +50,8 @@ class _Gpu:
 
 _KB, _MB = 2**10, 2**20
 _GPUS = {
-    "a100": _Gpu(
-        "a100-80g", 8, 108, 164 * _KB, 40 * _MB, 1.41, 84978434048, 2039 * 10**9, "NVIDIA A100-SXM4-80GB"
-    ),
-    "h100": _Gpu(
-        "h100", 9, 132, 228 * _KB, 50 * _MB, 1.98, 84978434048, 3352320 * 10**6, "NVIDIA H100 80GB HBM3"
-    ),
+    "a100": _Gpu("a100-80g", 8, 108, 164 * _KB, 40 * _MB, 1.41, 84978434048, 2039 * 10**9, "NVIDIA A100-SXM4-80GB"),
+    "h100": _Gpu("h100", 9, 132, 228 * _KB, 50 * _MB, 1.98, 84978434048, 3352320 * 10**6, "NVIDIA H100 80GB HBM3"),
     "h200": _Gpu("h200", 9, 132, 228 * _KB, 50 * _MB, 1.98, 143771 * _MB, 4800 * 10**9, "NVIDIA H200"),
 }
 _INSTALL = {
@@ -100,7 +96,9 @@ class Target:
         """
         try:
             if self.platform == "tpu":
-                os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")  # else libtpu asks a server that only TPU hosts have
+                # Else libtpu asks a server that only TPU hosts have, and wants to be the only one on this machine.
+                for name in ("TPU_SKIP_MDS_QUERY", "ALLOW_MULTIPLE_LIBTPU_LOAD"):
+                    os.environ.setdefault(name, "1")
                 found = topologies.get_topology_desc(platform="tpu", topology_name=f"{self.chip}:{self.topology}")
             else:
                 found = topologies.get_topology_desc(

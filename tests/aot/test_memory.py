@@ -57,8 +57,8 @@ def test_too_many_pages_are_refused_with_the_numbers_and_what_would_do():
     found = memory.fit(one, MODEL, memory.needs(one, MODEL, "bfloat16"), chip)
     # 8.03e9 weights of 2 bytes in four parts; 131072 bytes of KV a token.
     assert found.need.weights == pytest.approx(2 * 8.03e9 / 4, rel=1e-3) and found.need.page == 131072 * 64 // 4
-    with pytest.raises(ValueError, match=r"decode_num_pages is 9000: 3\.74 GiB of weights, 17\.58 GiB of pages on a chip "
-                       r"of 16 GiB \(tpu-v5e\); allowed: at most 627\d$"):  # fmt: skip
+    have = r"3\.74 GiB of weights, 17\.58 GiB of pages on a chip of 16 GiB \(tpu-v5e\)"
+    with pytest.raises(ValueError, match=rf"^decode_num_pages is 9000: {have}; allowed: at most 627\d$"):
         memory.check(one, found, chip)
 
 
@@ -66,7 +66,9 @@ def test_weights_that_do_not_fit_ask_for_more_chips():
     config = EngineConfig(model="llama3.1-8b", max_model_len=16384)
     one = build.specs_of(config, MODEL, Traits(), "tpu")[0]
     found = memory.fit(one, MODEL, memory.needs(one, MODEL, "bfloat16"), hardware.get("tpu-v5e"))
-    with pytest.raises(ValueError, match="prefill_tp is 1 and prefill_pp 1: 14.96 GiB of weights.*allowed: chips enough"):
+    with pytest.raises(
+        ValueError, match=r"prefill_tp is 1 and prefill_pp 1: 14\.96 GiB of weights.*allowed: chips enough"
+    ):
         memory.check(one, found, hardware.get("tpu-v5e"))
 
 

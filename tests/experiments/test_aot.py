@@ -56,7 +56,9 @@ def test_every_program_of_both_instances_is_compiled_with_its_pool_in_place(run,
 
 def test_what_does_not_fit_is_refused_before_anything_is_compiled(run, monkeypatch):
     monkeypatch.setattr(aot_runs, "run", lambda *arguments: pytest.fail("compiled"))
-    with pytest.raises(ValueError, match=r"^decode_num_pages is 2000: 0\.0\d GiB of weights, .* of 0\.015625 GiB \(abacus\)"):
+    with pytest.raises(
+        ValueError, match=r"^decode_num_pages is 2000: 0\.0\d GiB of weights, .* of 0\.015625 GiB \(abacus\)"
+    ):
         run("--decode_num_pages=2000")
 
 
