@@ -57,13 +57,13 @@ def group_text(model, platform, tokens, rows):
 @pytest.mark.parametrize(("tokens", "rows"), [(256, 0), (0, 16), (256, 16)])
 def test_a_layer_group_of_an_8b_model_lowers_with_its_kernels_for(platform, tokens, rows):
     text = group_text(MODEL, platform, tokens, rows)
-    assert "bf16" in text and "optimization_barrier" not in text  # a form that only CPUs like
-    assert KERNEL[platform] in text
+    assert "bf16" in text and KERNEL[platform] in text
 
 
 def test_what_kernels_refuse_lowers_without_them_for(platform):
     model = dataclasses.replace(MODEL, head_dim=72)
-    assert KERNEL[platform] not in group_text(model, platform, 256, 16)
+    text = group_text(model, platform, 256, 16)
+    assert KERNEL[platform] not in text and "optimization_barrier" not in text  # a form that only CPUs like
 
 
 def test_units_go_in_and_out_of_its_pages_for(platform):
