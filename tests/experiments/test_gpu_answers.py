@@ -33,6 +33,7 @@ def test_errors_are_relative_to_the_norm_of_a_tokens_k_or_v():
     assert found == {"tokens": 2, "equal": 1, "kv_error": 0.5, "kv_error_mean": 0.25}
 
 
+@pytest.mark.slow
 def test_three_prompts_are_played_through_every_kind_of_pass(expected):
     steps = {0: 2 * STEPS + 1, 1: 2 * STEPS + 1, 2: STEPS}
     assert {request: len(tokens) for request, tokens in expected.tokens.items()} == {0: 10, 1: 10, 2: 5}
@@ -40,17 +41,20 @@ def test_three_prompts_are_played_through_every_kind_of_pass(expected):
     assert held == {request: PROMPTS[request] + steps[request] for request in PROMPTS}
 
 
+@pytest.mark.slow
 def test_given_its_own_tokens_a_device_answers_as_when_it_runs_freely(mesh, expected):
     again = play(replica(TINY, weights.random(TINY, mesh, "float32"), mesh), expected.tokens)
     assert again.tokens == expected.tokens
     assert difference(again, expected)["kv_error"] < 1e-6
 
 
+@pytest.mark.slow
 def test_other_weights_are_seen_in_the_tokens_and_in_the_kv(mesh, expected):
     found = difference(play(replica(TINY, weights.random(TINY, mesh, "float32", seed=1), mesh)), expected)
     assert found["equal"] < found["tokens"] and found["kv_error"] > GOALS["kv_error_bfloat16"][0]
 
 
+@pytest.mark.slow
 def test_a_weight_of_the_last_layer_that_is_off_by_a_fifth_is_seen(mesh, expected):
     held = weights.random(TINY, mesh, "float32")
     held.layers[1]["wkv"] = jax.device_put(held.layers[1]["wkv"] * 1.2, held.layers[1]["wkv"].sharding)
@@ -71,4 +75,6 @@ def test_a_cast_rounds_matrices_and_leaves_norms(mesh):
 @pytest.mark.parametrize("model", ["tiny", "heads"])
 def test_the_cpu_passes_its_own_comparison(model):
     found = gpu_answers.measure(model, *jax.devices()[:2], small=True)
-    assert len(found["checks"]) == 4 and all(check["ok"] for check in found["checks"].values()), found
+    assert len(found["checks"]) == (4 if model == "heads" else 3) and all(
+        check["ok"] for check in found["checks"].values()
+    ), found
