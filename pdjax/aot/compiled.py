@@ -107,7 +107,7 @@ def compile(program: Program) -> Compiled:
         collectives=collectives(text),
         flops=costs.get("flops") or matmul_flops(traced.jaxpr.jaxpr),
         bytes=costs.get("bytes accessed"),
-        seconds=costs.get("optimal_seconds"),
+        seconds=seconds_told if (seconds_told := costs.get("optimal_seconds", 0.0)) > 0 else None,  # -1: it cannot tell
     )
 
 

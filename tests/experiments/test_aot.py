@@ -41,6 +41,7 @@ def run(monkeypatch, tmp_path):
         yield launch
 
 
+@pytest.mark.slow
 def test_every_program_of_both_instances_is_compiled_with_its_pool_in_place(run, capsys):
     told = run()
     programs = told["programs"]
