@@ -21,4 +21,4 @@ def test_a_unit_is_that_of_a_layer_group_of_llama():
 def test_transfer_servers_bring_every_unit():
     found = gpu_wires.servers(jax.devices()[0])
     assert found["bytes"] == 32 * 3 * 2 * 256 * 8 * 128 * 2
-    assert found["bytes_per_s"] == found["bytes"] / found["seconds"] > 0
+    assert found["bytes_per_s"] == found["bytes"] / found["moving_s"] > 0
