@@ -52,8 +52,8 @@ def pool_shapes(
     backend = attention.backend_for(mesh)
     sharding = NamedSharding(mesh, backend.spec)
     shapes = backend.shape(num_pages, config.num_kv_heads, config.head_dim, page_size)
-    k, v = (jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes)
-    return [LayerKV(k, v)] * (config.num_layers if layers is None else layers)
+    pair: list[Any] = [jax.ShapeDtypeStruct(shape, dtype, sharding=sharding) for shape in shapes]
+    return [LayerKV(*pair)] * (config.num_layers if layers is None else layers)
 
 
 def unit_shape(config: ModelConfig, mesh: Mesh, layers: int, tokens: int, dtype: Any) -> jax.ShapeDtypeStruct:
