@@ -8,11 +8,13 @@ pages stay in place, collectives, costs, and what fits.
 latency profile made of the compiler's estimates to that folder (`pdjax.experiments.aot_profile`).
 
 Exit status: 2 with the numbers if an instance does not fit its chips, before anything is compiled where arithmetic
-tells; 1 if a program does not compile or copies its pages.
+tells; 1 if a program does not compile or copies its pages. A case of the check that fails, however it does, leaves the
+others to run and the status 1.
 """
 
 import logging
 import sys
+import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -23,6 +25,7 @@ from rich.progress import Progress
 
 from pdjax import build, provenance, report
 from pdjax.aot import memory
+from pdjax.aot.compiled import reason
 from pdjax.aot.targets import Missing, Target, parse
 from pdjax.experiments import aot_check, aot_profile, aot_runs, aot_tables, flags, launcher, published_data
 from pdjax.experiments.aot_runs import Done, Job
@@ -35,6 +38,8 @@ WIDTH = 200  # of the tables where they go to a file
 for _name in ("model", "out", "profile", "data"):
     absl_flags.declare_key_flag(_name)  # --help shows these
 
+log = logging.getLogger("pdjax")
+
 
 def engine_jobs(targets: list[Target]) -> Iterator[Job]:
     """The instances that the flags describe, on each target. ValueError for what does not fit."""
@@ -46,19 +51,33 @@ def engine_jobs(targets: list[Target]) -> Iterator[Job]:
         if (wanted := sum(spec.devices for spec in specs)) > target.count:
             raise ValueError(f"target is {target.text!r}, {target.count} chips; allowed: at least {wanted}")
         aot_runs.refuse(config, model, target, specs)
-    for target, specs in every:
-        devices = target.devices()
+    # A compiler that is missing is told before another one has worked for minutes.
+    chips = [target.devices() for target in targets]
+    for (target, specs), devices in zip(every, chips, strict=True):
         for spec, first in aot_runs.distinct(specs):
             yield aot_runs.job(config, model, target, spec, specs, devices[first : first + spec.devices])
 
 
-def check_jobs(skipped: list[dict[str, str]]) -> Iterator[Job]:
-    """The fixed list; what cannot be compiled here goes to `skipped`, with the reason."""
+def check(console: Console) -> tuple[list[Done], list[dict[str, str]], list[str]]:
+    """Compiles the fixed list, one case after the other.
+
+    Returns:
+        (what was compiled, what has no compiler here, why cases failed): entries of summary.json from the second on.
+    """
+    compiled: list[Done] = []
+    skipped: list[dict[str, str]] = []
+    failed: list[str] = []
     for case in aot_check.CASES:
         try:
-            yield aot_check.job(case)
-        except Missing as reason:
-            skipped.append({"target": case.target, "model": case.model, "reason": str(reason)})
+            done = _run(aot_check.job(case), console)
+            compiled.append(done)
+            memory.check(done.job.spec, done.fit, done.job.target.hardware)
+        except Missing as error:
+            skipped.append({"target": case.target, "model": case.model, "reason": str(error)})
+        except Exception as error:  # whatever it is, the other cases have their own to say
+            log.exception("%s, %s", case.target, case.model)
+            failed.append(f"{case.target}, {case.model}: {reason(error)}")
+    return compiled, skipped, failed
 
 
 def estimate(console: Console) -> None:
@@ -76,42 +95,58 @@ def main(argv: list[str]) -> None:
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     jax.config.update("jax_platforms", "cpu")  # nothing runs: a chip that is here stays free
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    if CHECK.value and flags.PROFILE.value:
+        raise ValueError(f"profile is {flags.PROFILE.value!r}; allowed with --check: none")
     if flags.PROFILE.value:
         estimate(console)
         return
     if flags.OUT.value:
         report.out_folder(flags.OUT.value)
     skipped: list[dict[str, str]] = []
-    jobs = check_jobs(skipped) if CHECK.value else engine_jobs([parse(text) for text in TARGET.value or [""]])
-    compiled = [_run(job, console) for job in jobs]
+    faults: list[str] = []
+    if CHECK.value:
+        compiled, skipped, faults = check(console)
+    else:
+        compiled = [_run(job, console) for job in engine_jobs([parse(text) for text in TARGET.value or [""]])]
     if compiled:
         console.print(aot_tables.instances(compiled))
         for line in aot_tables.lines(compiled):
-            console.print(line, highlight=False, soft_wrap=True)
+            _say(console, line)
     for each in skipped:
-        console.print(
-            f"left out {each['model']} on {each['target']}: {each['reason']}", highlight=False, soft_wrap=True
-        )
-    faults = [fault for done in compiled for fault in done.faults]
+        _say(console, f"left out {each['model']} on {each['target']}: {each['reason']}")
+    faults += [fault for done in compiled for fault in done.faults]
     if flags.OUT.value:
         summary = _summary(compiled) | {"skipped": skipped, "faults": faults}
         report.write_summary(flags.OUT.value, summary)
-        console.print(f"{flags.OUT.value}/ has summary.json", highlight=False)
-    for done in compiled:
-        memory.check(done.job.spec, done.fit, done.job.target.hardware)
+        _say(console, f"{flags.OUT.value}/ has summary.json")
+    if not CHECK.value:
+        for done in compiled:
+            memory.check(done.job.spec, done.fit, done.job.target.hardware)
     if faults:
         sys.exit("\n".join(["error: an engine could not run like this", *faults]))
 
 
 def _run(job: Job, console: Console) -> Done:
-    """Compiles an instance and shows it."""
+    """Compiles an instance and shows it: a bar meanwhile, or a line per program where nobody watches."""
+    began = time.perf_counter()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
-        task = bar.add_task("compiling", total=None)
-        done = aot_runs.run(
-            job, lambda done, total, what: bar.update(task, completed=done, total=total, description=what)
-        )
+        task = bar.add_task(f"{job.target.text}: compiling", total=None)
+
+        def tell(done: int, total: int, what: str) -> None:
+            bar.update(task, completed=done, total=total, description=what)
+            if not console.is_terminal:
+                _say(console, f"{what} ({done} of {total})")
+
+        done = aot_runs.run(job, tell)
     console.print(aot_tables.programs(done))
+    seconds = time.perf_counter() - began
+    _say(console, f"{job.target.text}, {job.name}: {len(done.answers)} programs in {seconds:.0f} s")
     return done
+
+
+def _say(console: Console, line: str) -> None:
+    """A line as it is: rich would take "[aot-tpu]" for the name of a style, and leave it out."""
+    console.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def _summary(compiled: list[Done]) -> dict[str, Any]:

@@ -11,7 +11,7 @@ from typing import Any
 from pdjax import build
 from pdjax.aot import compiled, memory
 from pdjax.aot.compiled import Compiled
-from pdjax.aot.memory import Fit
+from pdjax.aot.memory import Fit, Need
 from pdjax.aot.programs import Program, catalog
 from pdjax.aot.targets import Target
 from pdjax.config import EngineConfig
@@ -25,6 +25,8 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 Answers = tuple[tuple[Program, Compiled], ...]
 
 _COMPILERS = 2  # threads: tracing holds the interpreter, and compilers have threads of their own
+# Kinds of programs that change pages; one that made new ones would need memory for two pools.
+_IN_PLACE = ("group", "insert")
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -50,10 +52,15 @@ class Job:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Done:
-    """The same, compiled."""
+    """The same, compiled.
+
+    Attributes:
+        needs: bytes on a chip of each stage.
+    """
 
     job: Job
     answers: Answers
+    needs: tuple[Need, ...]
     fit: Fit
 
     @property
@@ -63,8 +70,8 @@ class Done:
         refused = [f"{where}: {done.name} does not compile: {done.error}" for _, done in self.answers if done.error]
         copied = [
             f"{where}: {done.name} copies an array that it should update in place"
-            for _, done in self.answers
-            if done.pool_aliased is False
+            for program, done in self.answers
+            if done.pool_aliased is False or (program.kind in _IN_PLACE and not (done.pool_aliased or done.error))
         ]
         return refused + copied
 
@@ -110,18 +117,19 @@ def job(
 
 
 def run(job: Job, tell: Progress) -> Done:
-    """Compiles the programs of an instance; `tell` is told of each."""
+    """Compiles the programs of an instance; `tell` is told of each that is done, with its seconds."""
     pool = ThreadPoolExecutor(_COMPILERS)
     try:
         pending = [(program, pool.submit(compiled.compile, program)) for program in job.programs]
         answers = []
-        for number, (program, future) in enumerate(pending):
-            tell(number, len(pending), f"{job.target.text}: {program.name}")
-            answers.append((program, future.result()))
+        for number, (program, future) in enumerate(pending, start=1):
+            answer = future.result()
+            answers.append((program, answer))
+            tell(number, len(pending), f"{job.target.text}: {program.name} took {answer.seconds_to_compile:.1f} s")
     finally:
         pool.shutdown(cancel_futures=True)  # who interrupts it does not wait for all the others
-    need = memory.measured(memory.needs(job.spec, job.model, job.dtype), answers)
-    return Done(job, tuple(answers), memory.fit(job.spec, job.model, need, job.target.hardware))
+    needs = memory.measured(memory.needs(job.spec, job.model, job.dtype), answers)
+    return Done(job, tuple(answers), needs, memory.fit(job.spec, job.model, needs, job.target.hardware))
 
 
 def program_entries(done: Done) -> list[dict[str, Any]]:

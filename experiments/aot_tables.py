@@ -2,6 +2,7 @@
 chip.
 """
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 
 from rich.table import Table
@@ -13,10 +14,10 @@ from pdjax.experiments.aot_runs import Done
 
 _GIB = 2**30
 NOTE = (
-    "Temporaries: activations and results too. Of the chip: all weights and pages of the instance, and the temporaries "
-    "of this program. Loops over pages count as if they went round once, and kernels of our own as nothing, in "
-    "FLOP, bytes and time. FLOP of CUDA programs: of the matrix products that were given to the compiler, which tells "
-    "none."
+    "Temporaries: activations and results too. Of the chip: all weights and pages of the program's stage, and the "
+    "temporaries of this program. Loops over pages count as if they went round once, and kernels of our own as "
+    "nothing, in FLOP, bytes and time. FLOP of CUDA programs: of the matrix products that were given to the compiler, "
+    "which tells none."
 )
 
 
@@ -78,10 +79,10 @@ def _cells(done: Done, program: Program, answer: Compiled) -> Iterator[str]:
     if (held := memory.held_by(program, answer)) is None:
         yield "[red]no[/red]"
         return
-    fit = done.fit
+    need = dataclasses.replace(done.needs[program.stage], extra=held.extra)
     yield f"{answer.seconds_to_compile:.1f} s"
     yield from (_gib(size) for size in (held.weights, held.pool, held.extra))
-    yield f"{(fit.need.weights + fit.pool + held.extra) / fit.memory:.1%}"
+    yield f"{need.total(done.job.spec.num_pages) / done.fit.memory:.1%}"
     yield {None: "-", True: "[green]yes[/green]", False: "[red]copied[/red]"}[answer.pool_aliased]
     yield ", ".join(f"{count} {kind}" for kind, count in answer.collectives.items()) or "-"
     yield _scaled(answer.flops, 1e-9)

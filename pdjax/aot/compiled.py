@@ -85,7 +85,7 @@ def compile(program: Program) -> Compiled:
         lowered = traced.lower()
         done = lowered.compile()
     except Exception as error:  # whatever stops it is the answer: compilers and kernels raise all kinds
-        return Compiled(program.name, time.perf_counter() - began, error=_reason(error))
+        return Compiled(program.name, time.perf_counter() - began, error=reason(error))
     seconds = time.perf_counter() - began
     infos = zip(jax.tree.leaves(lowered.args_info), jax.tree.leaves(program.args), strict=True)
     donated = [bytes_on_device(leaf) for info, leaf in infos if info.donated]
@@ -148,6 +148,7 @@ def matmul_flops(jaxpr: Any) -> float:
     return total
 
 
-def _reason(error: Exception) -> str:
+def reason(error: Exception) -> str:
+    """What stopped something, in a line."""
     text = " ".join(str(error).split())
     return f"{type(error).__name__}: {text[:_REASON_CHARACTERS]}"

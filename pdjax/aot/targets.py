@@ -55,8 +55,8 @@ _GPUS = {
     "h200": _Gpu("h200", 9, 132, 228 * _KB, 50 * _MB, 1.98, 143771 * _MB, 4800 * 10**9, "NVIDIA H200"),
 }
 _INSTALL = {
-    "tpu": "libtpu: pip install 'pdjax[aot-tpu]'",
-    "gpu": "JAX's CUDA plugin: pip install 'pdjax[aot-gpu]'",
+    "tpu": "libtpu: pip install -e '.[aot-tpu]'",
+    "gpu": "JAX's CUDA plugin: pip install -e '.[aot-gpu]'",
 }
 
 

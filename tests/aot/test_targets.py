@@ -36,7 +36,7 @@ def test_a_missing_compiler_is_told_with_the_line_that_installs_it(text, extra, 
         raise NotImplementedError("topology not implemented")
 
     monkeypatch.setattr(topologies, "get_topology_desc", missing)
-    with pytest.raises(targets.Missing, match=rf"pip install 'pdjax\[{extra}\]' \(topology not implemented\)"):
+    with pytest.raises(targets.Missing, match=rf"pip install -e '\.\[{extra}\]' \(topology not implemented\)"):
         targets.parse(text).devices()
 
 
