@@ -53,7 +53,8 @@ $(AOT)/.installed: setup.cfg pyproject.toml
 	$(PYTHON) -m venv $(AOT)
 	$(AOT)/bin/python -m pip install --quiet --editable .
 	for extra in aot-tpu aot-gpu; do \
-	    $(AOT)/bin/python -m pip install --quiet --editable ".[$$extra]" || echo "no wheels for $$extra: left out"; \
+	    $(AOT)/bin/python -m pip install --quiet --editable ".[$$extra]" || \
+	        echo "$$extra cannot be installed here: left out. To try again: rm $(AOT)/.installed"; \
 	done
 	touch $@
 
