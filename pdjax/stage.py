@@ -119,7 +119,8 @@ class Stage:
     def rehearse_insert(self, layers: Layers, tokens: int, pages: Sequence[int]) -> float:
         """Seconds that the insert of as many tokens takes on the device. The pages keep what they hold; blocks."""
         vector, kv = pack_insert(self.page_size, tokens, 0, tokens, pages), self.blank_unit(layers, tokens).kv
-        vector[1 + 3 * (len(vector) // 4) :] = 0  # PageWrites.high: no offset is fresh, pages are written as they were
+        # PageWrites.high: no offset is fresh. Whole pages are written as they were, single tokens (GPU) not at all.
+        vector[1 + 3 * (len(vector) // 4) :] = 0
         times = []
         for _ in range(3):  # the first call fills jit's fast path and is slower
             began = time.perf_counter()

@@ -3,6 +3,7 @@ Imported as `tests.paged`."""
 
 import contextlib
 import dataclasses
+import functools
 from unittest import mock
 
 import jax
@@ -119,13 +120,7 @@ def check_prompts(backend: Backend, sizes: Sizes, T: int, parts, atol):
     shape = sizes.shape(T, 0)
     vector = pack_pass(shape, [chunk(n, start, p) for (n, start), p in zip(parts, tables, strict=True)], None)
 
-    @jax.jit
-    def run(cache, q, k, v, vector):
-        _, step, _ = unpack_pass(shape, vector, jnp.zeros(5, jnp.int32))
-        cache = backend.write_pages(cache, k, v, step.writes)
-        return backend.attend_prompts(q, k, v, cache, step.blocks), cache
-
-    out, after = run(cache, q, k, v, vector)
+    out, after = _compiled(backend, shape)(cache, q, k, v, vector)
     at = 0
     for (n, start), (k, v) in zip(parts, contexts, strict=True):
         want = np.stack([dense(q[at + i], k, v, start + i) for i in range(n)])
@@ -153,14 +148,22 @@ def check_rows(backend: Backend, sizes: Sizes, B: int, positions, atol):
         np.zeros((n, SAMPLING_WORDS), np.int32),
     )  # fmt: skip
 
-    @jax.jit
-    def run(cache, q, k, v, vector):
-        _, step, _ = unpack_pass(shape, vector, jnp.zeros(5, jnp.int32))
-        cache = backend.write_rows(cache, k, v, step.rows)
-        return backend.attend_rows(q, cache, step.rows), cache
-
-    out, after = run(cache, q, k, v, pack_pass(shape, [], arrays))
+    out, after = _compiled(backend, shape)(cache, q, k, v, pack_pass(shape, [], arrays))
     for i, p in enumerate(positions):
         np.testing.assert_allclose(np.asarray(out)[i], dense(q[i], *contexts[i], p), atol=atol)
     assert np.isfinite(np.asarray(out)).all()
     assert not any(view[0].any() for view in rows(layout, after))
+
+
+@functools.cache
+def _compiled(backend: Backend, shape: PassShape):
+    """(cache, q, k, v, vector) -> (what prompts or rows attend to, cache): one program for all tests of such a pass."""
+
+    @jax.jit
+    def run(cache, q, k, v, vector):
+        _, step, _ = unpack_pass(shape, vector, jnp.zeros(shape.slots, jnp.int32))
+        if shape.tokens:
+            cache = backend.write_pages(cache, k, v, step.writes)
+            return backend.attend_prompts(q, k, v, cache, step.blocks), cache
+        cache = backend.write_rows(cache, k, v, step.rows)
+        return backend.attend_rows(q, cache, step.rows), cache

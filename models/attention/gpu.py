@@ -12,7 +12,6 @@ back in 16 bits, too coarse to put parts together by. The mask is as wide as a b
 """
 
 import functools
-import importlib.util
 import math
 from typing import Any
 
@@ -30,7 +29,8 @@ _HEADS = 16  # query heads of a kv head that decode pads to: the smallest produc
 _SPLITS, _SPLIT = 16, 256  # decode shares a row out to so many runs, if each then has so many tokens
 _LARGEST_PAGE = 128  # tokens: a page is loaded whole
 _WIDEST = 16384  # tokens of a block table, from which on the mask that cuDNN needs would be larger than K and V
-_OPS = "jax.experimental.pallas.ops.gpu."
+_OPS = "jax.experimental.pallas.ops.gpu"
+_NEEDS = (("prefill", "attention"), ("prefill", "decode_attention"), ("decode", "paged_attention"))
 
 
 @functools.cache
@@ -47,6 +47,7 @@ def backend(interpret: bool = False, cudnn: str = "") -> Backend:
         prefill=f"{mha} (no cuDNN: {cudnn})" if cudnn else f"cudnn ({mha} from {_WIDEST} tokens of a block table on)",
         decode="pallas paged",
         refused=(lambda H, P, dtype: {}) if interpret else _refused,
+        write_pages=paged.write_tokens,
         attend_prompts=functools.partial(_attend_prompts, interpret, not cudnn),
         attend_rows=functools.partial(_attend_rows, interpret),
     )
@@ -64,7 +65,7 @@ def no_cudnn(device: Any) -> str:
         return "the device is there for compiling only"
     try:
         jax.eval_shape(functools.partial(jax.nn.dot_product_attention, implementation="cudnn"), q, q, q)
-    except (RuntimeError, NotImplementedError, ValueError) as error:  # not installed, or not for a device so old
+    except (RuntimeError, NotImplementedError, ValueError) as error:  # not installed, or too old for the device
         return str(error).partition("\n")[0] or type(error).__name__
     return ""
 
@@ -77,12 +78,8 @@ def _refused(H: int, P: int, dtype: np.dtype[Any]) -> dict[str, str]:
         both = f"head_dim is {H}; kernels take 16, 32, 64 and 128"
     if P > _LARGEST_PAGE or P & (P - 1):
         decode = f"page_size is {P}; the kernel takes powers of two up to {_LARGEST_PAGE}"
-    missing = {
-        phase: f"this jax has no {op}"
-        for phase, op in (("prefill", "attention"), ("prefill", "decode_attention"), ("decode", "paged_attention"))
-        if importlib.util.find_spec(_OPS + op) is None
-    }
-    return missing | {phase: why for phase, why in (("prefill", both), ("decode", both or decode)) if why}
+    shapes = {phase: why for phase, why in (("prefill", both), ("decode", both or decode)) if why}
+    return paged.missing(_OPS, _NEEDS) | shapes
 
 
 def _attend_prompts(

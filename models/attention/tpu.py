@@ -8,7 +8,6 @@ segments, skips what lies above the diagonal, and gives the logarithm of the sum
 
 import contextlib
 import functools
-import importlib.util
 from typing import Any
 
 import jax
@@ -23,7 +22,8 @@ _SUBLANES = 16  # bfloat16 rows of a register: pages are multiples of it
 _BLOCKS = (512, 256, 128)  # tokens of a block of splash attention, the largest that divides
 _STEP = 256  # tokens that decode copies at a time; a row's last step copies the zero page beyond its end
 _TABLE_BYTES = 256 << 10  # of block tables in a call: they lie in scalar memory, a megabyte or less on most chips
-_OPS = "jax.experimental.pallas.ops.tpu."
+_OPS = "jax.experimental.pallas.ops.tpu"
+_NEEDS = (("prefill", "splash_attention"), ("decode", "paged_attention"))
 
 
 @functools.cache
@@ -34,6 +34,7 @@ def backend(interpret: bool = False) -> Backend:
         prefill="pallas splash",
         decode="pallas paged",
         refused=(lambda H, P, dtype: {}) if interpret else _refused,
+        write_pages=paged.write_whole,
         attend_prompts=functools.partial(_attend_prompts, interpret),
         attend_rows=functools.partial(_attend_rows, interpret),
     )
@@ -47,12 +48,8 @@ def _refused(H: int, P: int, dtype: np.dtype[Any]) -> dict[str, str]:
         both = f"head_dim is {H}; kernels take multiples of {_LANES}"
     if P % _SUBLANES:
         decode = f"page_size is {P}; the kernel takes multiples of {_SUBLANES}"
-    missing = {
-        phase: f"this jax has no {op}"
-        for phase, op in (("prefill", "splash_attention"), ("decode", "paged_attention"))
-        if importlib.util.find_spec(_OPS + op) is None
-    }
-    return missing | {phase: why for phase, why in (("prefill", both), ("decode", both or decode)) if why}
+    shapes = {phase: why for phase, why in (("prefill", both), ("decode", both or decode)) if why}
+    return paged.missing(_OPS, _NEEDS) | shapes
 
 
 def _attend_prompts(

@@ -77,6 +77,15 @@ def test_units_go_in_and_out_of_its_pages_for(platform):
         assert "while" not in traced.lower(lowering_platforms=(platform,)).as_text()
 
 
+def test_a_gpu_reads_no_page_where_it_writes_so_that_nothing_is_copied(platform):
+    one = mesh()
+    caches, unit = tuple(pool_shapes(MODEL, one, PAGES, PAGE, BF16, 2)), unit_shape(MODEL, one, 2, 256, BF16)
+    insert = insert_program(one, PAGE, 256).trace(caches, pack_insert(PAGE, 256, 0, 0, ()), unit)
+    lines = insert.lower(lowering_platforms=(platform,)).as_text().splitlines()
+    pages = f"tensor<{MODEL.num_kv_heads * PAGES}x{PAGE}x{MODEL.head_dim}xbf16>"
+    assert any("stablehlo.gather" in line and pages in line for line in lines) == (platform == "tpu")
+
+
 @pytest.mark.parametrize(
     ("kind", "name"), [("cpu", "cpu"), ("tpu", "tpu"), ("gpu", "gpu"), ("cuda", "gpu"), ("rocm", "gpu")]
 )
