@@ -1,12 +1,19 @@
-"""The kernels of TPUs and GPUs against dense attention in float64, as plain operations on a CPU: ragged lengths,
-grouped queries, page sizes, packed prompts, earlier contexts, poison wherever nothing may look."""
+"""Prefill in two parts, and the kernels of TPUs and GPUs, against dense attention in float64 on a CPU: ragged lengths,
+grouped queries, page sizes, packed prompts, earlier contexts, poison wherever nothing may look.
 
+Kernels run as plain operations, which take long to compile: nearly all of their tests are slow. How the two parts are
+put together is seen with kernels of a few lines."""
+
+import dataclasses
+import functools
+
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from pdjax.models.attention import gpu, parts, tpu
-from pdjax.models.attention.base import QueryBlocks
+from pdjax.models.attention import gpu, paged, parts, tpu
+from pdjax.models.attention.base import MASKED, QueryBlocks
 from pdjax.models.plan import pack_pass, unpack_pass
 from pdjax.models.presets import PRESETS
 from tests.paged import Sizes, check_prompts, check_rows, chunk
@@ -15,35 +22,67 @@ TPU, PALLAS = tpu.backend(interpret=True), gpu.backend(interpret=True, cudnn="le
 CUDNN = gpu.backend(interpret=True)  # the call that cuDNN would serve
 slow = pytest.mark.slow
 
+PACKED, WHOLE = [(5, 9), (30, 0), (12, 63)], [(70, 0)]
+SEVERAL, EXACT = [(16, 16), (1, 300), (20, 0)], [(3, 256), (61, 3)]  # turns; the last ends with the context
+
+
+def dense(q, k, v, seen):
+    """A kernel's outputs and logarithms; seen [T or 1, keys]."""
+    scores = jnp.where(seen[None, None], jnp.einsum("kgth,kch->kgtc", q, k), MASKED)
+    lse = jax.nn.logsumexp(scores, axis=-1)
+    return jnp.einsum("kgtc,kch->kgth", jnp.exp(scores - lse[..., None]), v), lse
+
+
+def fresh(q, k, v, prompt):
+    at = jnp.arange(len(prompt))
+    return dense(q, k, v, (prompt[:, None] == prompt[None]) & (at[:, None] >= at[None]))
+
+
+def prior(q, k, v, mine, length):
+    return dense(q, k, v, (jnp.arange(k.shape[1]) < length)[None])
+
+
+PARTS = dataclasses.replace(tpu.backend(), attend_prompts=functools.partial(parts.attend_prompts, fresh, prior, 32))
+
+
+@pytest.fixture(autouse=True)
+def short_turns(monkeypatch):
+    """A context of 300 tokens takes three turns. For all tests here: they share programs."""
+    monkeypatch.setattr(parts, "_CONTEXT", 128)
+
 
 @pytest.mark.parametrize(
     ("backend", "G", "P", "pieces"),
     [
-        pytest.param(TPU, 3, 16, [(5, 9), (30, 0), (12, 63)], id="tpu, packed"),
-        pytest.param(TPU, 1, 7, [(70, 0)], marks=slow, id="tpu, whole"),
-        pytest.param(TPU, 4, 64, [(16, 16), (1, 300), (20, 0)], marks=slow, id="tpu, several turns"),
-        pytest.param(TPU, 8, 16, [(3, 256), (61, 3)], marks=slow, id="tpu, turns that end with the context"),
-        pytest.param(PALLAS, 3, 16, [(5, 9), (30, 0), (12, 63)], id="gpu, packed"),
-        pytest.param(PALLAS, 1, 7, [(70, 0)], marks=slow, id="gpu, whole"),
-        pytest.param(PALLAS, 4, 64, [(16, 16), (1, 300), (20, 0)], marks=slow, id="gpu, several turns"),
-        pytest.param(PALLAS, 8, 16, [(3, 256), (61, 3)], marks=slow, id="gpu, turns that end with the context"),
-        pytest.param(CUDNN, 3, 16, [(5, 9), (30, 0), (12, 63)], id="cudnn, packed"),
-        pytest.param(CUDNN, 1, 7, [(70, 0)], marks=slow, id="cudnn, whole"),
-        pytest.param(CUDNN, 4, 64, [(16, 16), (1, 300), (20, 0)], marks=slow, id="cudnn, a long context"),
+        pytest.param(PARTS, 3, 16, PACKED, id="parts, packed"),
+        pytest.param(PARTS, 3, 16, WHOLE, id="parts, whole"),
+        pytest.param(PARTS, 3, 16, SEVERAL, id="parts, several turns"),
+        pytest.param(PARTS, 3, 16, EXACT, id="parts, turns that end with the context"),
+        pytest.param(TPU, 3, 16, PACKED, marks=slow, id="tpu, packed"),
+        pytest.param(TPU, 1, 7, WHOLE, marks=slow, id="tpu, whole"),
+        pytest.param(TPU, 4, 64, SEVERAL, marks=slow, id="tpu, several turns"),
+        pytest.param(TPU, 8, 16, EXACT, marks=slow, id="tpu, turns that end with the context"),
+        pytest.param(PALLAS, 3, 16, PACKED, marks=slow, id="gpu, packed"),
+        pytest.param(PALLAS, 1, 7, WHOLE, marks=slow, id="gpu, whole"),
+        pytest.param(PALLAS, 4, 64, SEVERAL, marks=slow, id="gpu, several turns"),
+        pytest.param(PALLAS, 8, 16, EXACT, marks=slow, id="gpu, turns that end with the context"),
+        pytest.param(CUDNN, 3, 16, PACKED, id="cudnn, packed"),
+        pytest.param(CUDNN, 1, 7, WHOLE, marks=slow, id="cudnn, whole"),
+        pytest.param(CUDNN, 4, 64, SEVERAL, marks=slow, id="cudnn, a long context"),
+        pytest.param(CUDNN, 8, 16, EXACT, marks=slow, id="cudnn, eight queries"),
     ],
 )
-def test_packed_chunks_see_their_own_past_and_nothing_else(monkeypatch, backend, G, P, pieces):
-    monkeypatch.setattr(parts, "_CONTEXT", 128)  # a context of 300 tokens takes three turns
+def test_packed_chunks_see_their_own_past_and_nothing_else(backend, G, P, pieces):
     check_prompts(backend, Sizes(P, -(-1200 // P), 320, G=G), 80, pieces, atol=5e-6)
 
 
 @pytest.mark.parametrize(
     ("backend", "G", "P", "positions"),
     [
-        pytest.param(TPU, 3, 16, [0, 100, 63], id="tpu, ragged"),
+        pytest.param(TPU, 3, 16, [0, 100, 63], marks=slow, id="tpu, ragged"),
         pytest.param(TPU, 1, 64, [127, 128], marks=slow, id="tpu, ends of pages"),
-        pytest.param(TPU, 4, 7, [300, 6], marks=slow, id="tpu, more than one step"),
-        pytest.param(TPU, 8, 16, [0, 290], marks=slow, id="tpu, eight queries"),
+        pytest.param(TPU, 4, 32, [300, 6], marks=slow, id="tpu, more than one step"),
+        pytest.param(TPU, 8, 128, [0, 290], marks=slow, id="tpu, eight queries"),
         pytest.param(PALLAS, 3, 16, [0, 100, 63], id="gpu, ragged"),
         pytest.param(PALLAS, 1, 64, [127, 128], marks=slow, id="gpu, ends of pages"),
         pytest.param(PALLAS, 4, 8, [300, 6], marks=slow, id="gpu, more than one step"),
@@ -85,6 +124,12 @@ def test_what_a_kernel_refuses_is_plain_and_says_why(backend, model, P, dtype, p
     assert forms["prefill"].startswith(prefill) and forms["decode"].startswith(decode)
     plain = [not form.startswith(("pallas", "cudnn")) for form in (forms["decode"], forms["prefill"])]
     assert backend.blocks(PRESETS[model], P, dtype) == (8 if plain[0] else 1, 64 if plain[1] else 0)
+
+
+@pytest.mark.parametrize("package", ["jax.experimental.pallas.ops.gpu", "jax.experimental.nowhere"])
+def test_a_kernel_that_this_jax_has_not_is_refused(package):
+    reasons = paged.missing(package, (("prefill", "no_attention"), ("decode", "no_attention")))
+    assert reasons == {"prefill": "this jax has no no_attention", "decode": "this jax has no no_attention"}
 
 
 def test_logarithms_put_parts_together():
