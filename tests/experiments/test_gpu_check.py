@@ -42,6 +42,13 @@ def test_a_failed_part_and_a_missed_goal_are_both_told():
     assert found == ["servers: status 1: broken", "share: 0.5, >= 0.6"]
 
 
+def test_a_check_that_was_cut_off_says_what_it_did_not_come_to():
+    found = gpu_check.summary_of({"device": part()}, ["device", "copies"], {"commit": None})
+    assert not found["ok"] and found["failures"] == [] and found["left"] == ["copies"]
+    whole = gpu_check.summary_of({"device": part()}, ["device"], {"commit": None})
+    assert whole["ok"] and whole["left"] == []
+
+
 def test_nothing_is_told_where_all_is_well():
     assert gpu_check.failures({"prefill": part(share=judge("prefill_of_peak", 0.7)), "copies": part()}) == []
 
@@ -54,6 +61,12 @@ def test_a_part_that_raises_tells_what():
 def test_a_part_that_hangs_is_ended_at_its_limit():
     ended = run_within("import threading; threading.Event().wait()", 0.5)
     assert ended.error == "not done within 0.5 s" and ended.seconds < 5
+
+
+def test_of_a_part_that_was_late_the_last_words_are_told():
+    assert gpu_check.late_words(18, "") == "not done within 18 s"
+    said = "ValueError: no such server\nI wait\n"
+    assert gpu_check.late_words(18, said) == "not done within 18 s; it said last: ValueError: no such server"
 
 
 @pytest.mark.parametrize(
@@ -109,7 +122,7 @@ def test_a_dry_run_keeps_what_its_parts_found_and_the_versions(tmp_path):
     done = alone(*SMALL, "--parts=device,copies", f"--out={tmp_path}")
     assert done.status == 0, done.out + done.err
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert summary["ok"] and list(summary["parts"]) == ["device", "copies"]
+    assert summary["ok"] and not summary["left"] and list(summary["parts"]) == ["device", "copies"]
     assert summary["parts"]["device"]["platform"] == "cpu"
     assert summary["provenance"]["packages"]["jax"] and summary["provenance"]["flags"]["small"]
     for rates in summary["parts"]["copies"]["bytes_per_s"].values():
