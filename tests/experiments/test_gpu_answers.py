@@ -1,5 +1,7 @@
 """The comparison of answers: a device that computes as the CPU does passes, one that does not is seen."""
 
+from types import SimpleNamespace
+
 import jax
 import numpy as np
 import pytest
@@ -7,6 +9,7 @@ import pytest
 from pdjax.experiments import gpu_answers
 from pdjax.experiments.gpu_answers import PROMPTS, STEPS, Answers, cast, difference, play, replica
 from pdjax.experiments.gpu_goals import GOALS
+from pdjax.messages import Sampled
 from pdjax.models import weights
 from pdjax.models.presets import PRESETS
 from pdjax.models.sharding import make_mesh
@@ -24,6 +27,27 @@ def expected(mesh):
     return play(replica(TINY, weights.random(TINY, mesh, "float32"), mesh))
 
 
+class Script:
+    """Stands for an instance: writes down the prompt parts and the rows of each pass, and who joins with what."""
+
+    config = TINY
+
+    def __init__(self):
+        self.passes, self.joins, self.batch = [], [], []
+
+    def run(self, iteration, emit):
+        self.joins += iteration.joins
+        self.batch = [slot for slot in self.batch if slot not in iteration.leaves]
+        self.batch += [join.slot for join in iteration.joins]
+        rows = self.batch if iteration.decode else []
+        self.passes.append(([len(chunk.tokens) for chunk in iteration.chunks], list(rows)))
+        firsts = tuple((chunk.request, 7) for chunk in iteration.chunks if chunk.last)
+        return SimpleNamespace(wait=lambda: Sampled(tuple((slot, 7) for slot in rows), firsts))
+
+    def read_kv(self, pages, tokens):
+        return np.zeros((1, 2, tokens, 1, 1), np.float32)
+
+
 def answers(kv, tokens=(1, 2)):
     return Answers({0: list(tokens)}, {0: np.asarray(kv, np.float32).reshape(1, 2, 1, 1, 2)})
 
@@ -31,6 +55,25 @@ def answers(kv, tokens=(1, 2)):
 def test_errors_are_relative_to_the_norm_of_a_tokens_k_or_v():
     found = difference(answers([3, 4, 0, 1], (1, 5)), answers([3, 4, 0, 2]))
     assert found == {"tokens": 2, "equal": 1, "kv_error": 0.5, "kv_error_mean": 0.25}
+
+
+def test_prompts_are_packed_chunked_decoded_and_computed_beside_rows():
+    script = Script()
+    got = play(script)
+    decode = [([], [0, 1])] * STEPS
+    assert script.passes == [([150, 40], []), ([100], []), *decode, ([120], [0, 1]), *[([], [0, 1, 2])] * STEPS]
+    assert {request: len(tokens) for request, tokens in got.tokens.items()} == {0: 10, 1: 10, 2: 5}
+    assert {request: kv.shape[2] for request, kv in got.kv.items()} == {0: 159, 1: 149, 2: 124}
+
+
+def test_tokens_that_are_given_are_the_inputs_of_every_step():
+    script = Script()
+    play(script, {request: [100 * request + number for number in range(10)] for request in PROMPTS})
+    inputs = {
+        request: [(join.token, join.position) for join in script.joins if join.slot == request] for request in PROMPTS
+    }
+    assert inputs[0] == [(number, 150 + number) for number in range(9)]
+    assert inputs[2] == [(200 + number, 120 + number) for number in range(4)]
 
 
 @pytest.mark.slow
