@@ -167,3 +167,5 @@ def _compiled(backend: Backend, shape: PassShape):
             return backend.attend_prompts(q, k, v, cache, step.blocks), cache
         cache = backend.write_rows(cache, k, v, step.rows)
         return backend.attend_rows(q, cache, step.rows), cache
+
+    return run
