@@ -130,11 +130,16 @@ def seconds_of(program: Program) -> float | None:
 
 def _pages(config: EngineConfig, model: ModelConfig, target: Target, tp: int, pp: int) -> int:
     dtype = build.dtype_of(config, target.platform)
-    sizes = {
-        "dtype_bytes": jnp.dtype(dtype).itemsize,
-        "kv_dtype_bytes": jnp.dtype(kv_dtype_on(target.platform, dtype)).itemsize,
-    }
-    pool = roofline.pool(Role.MIXED, 1, model, target.hardware, tp, pp, **sizes)
+    pool = roofline.pool(
+        Role.MIXED,
+        1,
+        model,
+        target.hardware,
+        tp,
+        pp,
+        dtype_bytes=jnp.dtype(dtype).itemsize,
+        kv_dtype_bytes=jnp.dtype(kv_dtype_on(target.platform, dtype)).itemsize,
+    )
     return 1 + pool.kv_tokens // config.page_size
 
 

@@ -189,11 +189,12 @@ def _compiled(
             return {}
         times[key] = count * seconds
     made = {}
-    for T, B in Buckets(spec.chunk_buckets, spec.row_buckets).pairs:
-        total = times["head", spec.pp - 1, _sampled(spec, T, B), 0]
+    for tokens, rows in Buckets(spec.chunk_buckets, spec.row_buckets).pairs:
+        total = times["head", spec.pp - 1, _sampled(spec, tokens, rows), 0]
         for stage, share in enumerate(held):
-            total += times["embed" if share.first else "unpack", stage, T, B] + times["group", stage, T, B]
-        made[T, B] = total
+            first = "embed" if share.first else "unpack"
+            total += times[first, stage, tokens, rows] + times["group", stage, tokens, rows]
+        made[tokens, rows] = total
     return made
 
 
