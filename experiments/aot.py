@@ -94,7 +94,7 @@ def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     jax.config.update("jax_platforms", "cpu")  # nothing runs: a chip that is here stays free
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = Console(width=None if sys.stdout.isatty() else WIDTH, emoji=False)  # a target is no picture
     if CHECK.value and flags.PROFILE.value:
         raise ValueError(f"profile is {flags.PROFILE.value!r}; allowed with --check: none")
     if flags.PROFILE.value:
