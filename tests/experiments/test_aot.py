@@ -17,7 +17,13 @@ from pdjax.messages import Role
 from pdjax.testing import spec
 
 ABACUS = dataclasses.replace(hardware.get("h100"), name="abacus", memory_bytes=float(16 << 20))
-SIZES = ("--max_model_len=128", "--prefill_chunk=32", "--prefill_max_batch=1", "--decode_max_batch=1")
+SIZES = (
+    "--scheduler=disaggregated",
+    "--max_model_len=128",
+    "--prefill_chunk=32",
+    "--prefill_max_batch=1",
+    "--decode_max_batch=1",
+)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
