@@ -24,7 +24,6 @@ from pdjax.schedulers import SCHEDULERS
 LOG = absl_flags.DEFINE_string("log", None, "An events.jsonl, as serve writes it with --log_events.")
 for _name in ("scheduler", "admission", "drop_late", "out", "slo", "attainment"):
     absl_flags.declare_key_flag(_name)  # --help shows these
-absl_flags.set_default(flags.SCHEDULER, "")
 
 
 def check(log: eventlog.Log) -> tuple[str, bool]:
@@ -106,4 +105,5 @@ def main(argv: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    absl_flags.set_default(flags.SCHEDULER, "")
     launcher.run(main)
