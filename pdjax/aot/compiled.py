@@ -14,6 +14,7 @@ from collections import Counter
 from typing import Any
 
 import jax
+from jax.sharding import AbstractMesh, use_abstract_mesh
 
 from pdjax.catalogue import Program
 
@@ -81,8 +82,9 @@ def compile(program: Program) -> Compiled:
     """Compiles a program for the devices of its arguments. What the compiler raises becomes `error`."""
     began = time.perf_counter()
     try:
-        traced = program.fn.trace(*program.args)
-        lowered = traced.lower()
+        with use_abstract_mesh(_chip(program)):
+            traced = program.fn.trace(*program.args)
+            lowered = traced.lower()
         done = lowered.compile()
     except Exception as error:  # whatever stops it is the answer: compilers and kernels raise all kinds
         return Compiled(program.name, time.perf_counter() - began, error=reason(error))
@@ -109,6 +111,12 @@ def compile(program: Program) -> Compiled:
         bytes=costs.get("bytes accessed"),
         seconds=seconds_told if (seconds_told := costs.get("optimal_seconds", 0.0)) > 0 else None,  # -1: it cannot tell
     )
+
+
+def _chip(program: Program) -> AbstractMesh:
+    """Its devices, for kernels that ask what they are lowered for; otherwise they take what this process has."""
+    mesh = next(leaf.sharding.mesh for leaf in jax.tree.leaves(program.args) if leaf.sharding is not None)
+    return AbstractMesh((), (), abstract_device=mesh.abstract_mesh.abstract_device)
 
 
 def bytes_on_device(shape: jax.ShapeDtypeStruct) -> int:
