@@ -128,16 +128,16 @@ class Admission:
         yield from new(views[wanted.prefill], target if wanted.decode is None else views[wanted.decode])
         idle = min(prefillers(views), key=_queued)
         if self.traits.colocated:
-            yield from new(idle, idle)
+            others = [(idle, idle), (target, target)]
         else:
-            yield from new(idle, target)
+            others = [(idle, target)]
             if self.decode_prefills:
                 local = min(moment.targets, key=_queued)
-                yield from new(local, local)
-        if self.traits.colocated or self.decode_prefills:
-            yield from new(target, target)
-        if not self.traits.colocated and self.traits.prefill_decodes:
-            yield from new(idle, idle)
+                others += [(local, local), (target, target)]
+            if self.traits.prefill_decodes:
+                others.append((idle, idle))
+        for pair in others:
+            yield from new(*pair)
 
 
 class DropLate:
