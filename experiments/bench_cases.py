@@ -235,22 +235,31 @@ def _weights(dtype: str) -> Weights:
     return weights.random(MODEL, _mesh(), dtype)
 
 
-def _spec(chunk: int, rows: int) -> InstanceSpec:
-    """One size of each kind; pages for its rows and one prompt."""
+def one_size(
+    config: ModelConfig, chunk: int, rows: int, *, chunks: int, page: int, pages: int, longest: int, dtype: Any
+) -> InstanceSpec:
+    """An instance with one size of each kind of pass, `chunk` tokens of at most `chunks` prompts and `rows` rows, and
+    so many pages of `page` tokens. `longest`: most tokens of a request; `dtype`: of KV."""
     return InstanceSpec(
         index=0,
         role=Role.MIXED,
         devices=1,
         max_rows=rows,
         max_chunk=chunk,
-        max_chunks=4,
-        page_size=PAGE,
-        num_pages=1 + (rows + 1) * _TABLE,
-        max_model_len=MAX_LEN,
-        kv_bytes_per_token=kv_bytes_per_token(MODEL, np.float32),
+        max_chunks=chunks,
+        page_size=page,
+        num_pages=pages,
+        max_model_len=longest,
+        kv_bytes_per_token=kv_bytes_per_token(config, dtype),
         chunk_buckets=(chunk,) if chunk else (),
         row_buckets=(rows,) if rows else (),
     )
+
+
+def _spec(chunk: int, rows: int) -> InstanceSpec:
+    """Pages for the rows and one prompt."""
+    pages = 1 + (rows + 1) * _TABLE
+    return one_size(MODEL, chunk, rows, chunks=4, page=PAGE, pages=pages, longest=MAX_LEN, dtype=np.float32)
 
 
 def _start_rows(one: Instance, rows: int, leave: bool = False) -> Callable[[], None]:

@@ -21,12 +21,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh
 
+from pdjax.experiments.bench_cases import one_size
 from pdjax.experiments.gpu_goals import judge
 from pdjax.instance import Instance
-from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Role
+from pdjax.messages import Chunk, Iteration, Join
 from pdjax.models import attention, weights
 from pdjax.models.config import ModelConfig
-from pdjax.models.kv import kv_bytes_per_token, kv_dtype
+from pdjax.models.kv import kv_dtype
 from pdjax.models.params import Weights
 from pdjax.models.presets import PRESETS
 from pdjax.models.sharding import make_mesh
@@ -132,20 +133,8 @@ def _errors(got: Array, expected: Array) -> Array:
 
 def replica(config: ModelConfig, held: Weights, mesh: Mesh, longest: int = LENGTH) -> Instance:
     """An instance that can play: one size of each kind of pass, block tables for `longest` tokens."""
-    spec = InstanceSpec(
-        index=0,
-        role=Role.MIXED,
-        devices=1,
-        max_rows=ROWS,
-        max_chunk=CHUNK,
-        max_chunks=2,
-        page_size=PAGE,
-        num_pages=1 + len(PROMPTS) * _TABLE,
-        max_model_len=longest,
-        kv_bytes_per_token=kv_bytes_per_token(config, np.float32),
-        chunk_buckets=(CHUNK,),
-        row_buckets=(ROWS,),
-    )
+    pages = 1 + len(PROMPTS) * _TABLE
+    spec = one_size(config, CHUNK, ROWS, chunks=2, page=PAGE, pages=pages, longest=longest, dtype=np.float32)
     return Instance(spec, config, [held], [mesh], exchanges=False)
 
 

@@ -19,10 +19,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from pdjax.experiments.bench_cases import prefill_flops
+from pdjax.experiments.bench_cases import one_size, prefill_flops
 from pdjax.experiments.gpu_goals import judge
 from pdjax.instance import Instance, Pending
-from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Role
+from pdjax.messages import Chunk, InstanceSpec, Iteration, Join
 from pdjax.models import attention
 from pdjax.models.config import ModelConfig
 from pdjax.models.kv import kv_bytes_per_token, kv_dtype
@@ -235,20 +235,8 @@ def _spec(config: ModelConfig, size: Size) -> InstanceSpec:
     """Pages for the rows and one prompt."""
     longest = max(size.context + size.steps, size.prompt)
     table = -(-longest // size.page)
-    return InstanceSpec(
-        index=0,
-        role=Role.MIXED,
-        devices=1,
-        max_rows=size.rows,
-        max_chunk=size.prompt,
-        max_chunks=1,
-        page_size=size.page,
-        num_pages=1 + size.rows * _row_pages(size) + table,
-        max_model_len=longest,
-        kv_bytes_per_token=kv_bytes_per_token(config, DTYPE),
-        chunk_buckets=(size.prompt,),
-        row_buckets=(size.rows,),
-    )
+    pages = 1 + size.rows * _row_pages(size) + table
+    return one_size(config, size.prompt, size.rows, chunks=1, page=size.page, pages=pages, longest=longest, dtype=DTYPE)
 
 
 def _row_pages(size: Size) -> int:
