@@ -2,9 +2,10 @@
 `python -m pdjax.experiments.bench_controller [--trace=azure:FILE]`.
 
 Decode rows per second of batches that do not change: the rows of one decode instance run to their ends, with one
-iteration for every step (`max_steps` 1) and with runs. And requests per minute of a disaggregated cluster of 64
-instances (40 prefill, 24 decode, OPT-13B on an A100 each) that is well used: of a trace's lengths, drawn again and
-again, or of lengths like those of the Azure conversation trace; with how much memory grows over ten times the requests.
+iteration for every step (`max_steps` 1) and with runs. And requests per minute of disaggregated clusters of 64
+instances (OPT-13B on an A100 each) at one rate: one that keeps up with it, and one with too few decode instances, where
+KV waits and prompts back up. Lengths are a trace's, drawn again and again, or like those of the Azure conversation
+trace; with how much memory grows over ten times the requests.
 """
 
 import itertools
@@ -30,7 +31,8 @@ from pdjax.testing import World, spec
 BAR = 200_000  # rows per second that are enough for clusters of a thousand instances
 RUN = 4096  # steps
 REQUESTS_BAR = 100_000  # a minute
-RATE = 100.0  # requests/s: what such a cluster is well used by
+RATE = 100.0  # requests/s
+CLUSTERS = {"keeps up": (24, 40), "overloaded": (40, 24)}  # prefill and decode instances
 # Ten equal parts with the means and the medians of the Azure conversation trace (Patel et al., Splitwise, ISCA 2024):
 # prompts 1155 and 1020 tokens, answers 211 and 129; drawn apart.
 PROMPTS = (13, 120, 300, 560, 980, 1060, 1150, 1400, 1900, 4062)
@@ -70,10 +72,10 @@ def lengths(trace: str) -> Iterator[tuple[int, int]]:
         yield order.choice(pairs)
 
 
-def requests_per_min(count: int, trace: str) -> tuple[float, Tally]:
+def requests_per_min(prefill: int, decode: int, count: int, trace: str) -> tuple[float, Tally]:
     """Simulated requests per minute of this process's time, and what came of them."""
     one = published.get("opt-13b-a100-80g-distserve-tp1-pp1")
-    cluster = fleet.build([one.pool(Role.PREFILL, 40), one.pool(Role.DECODE, 24)])
+    cluster = fleet.build([one.pool(Role.PREFILL, prefill), one.pool(Role.DECODE, decode)])
     tally = Tally()
     requests = simulation.asks(lengths(trace), simulation.poisson(RATE, count, seed=0))
     began = time.process_time()
@@ -90,29 +92,37 @@ def main(argv: list[str]) -> None:
     for steps, rate in rates.items():
         table.add_row(str(steps), f"{rate:,.0f}", "ok" if rate >= BAR else "below")
     Console().print(table)
-    served, peaks = {}, []
-    for count in (REQUESTS.value, 10 * REQUESTS.value):
-        served[count], tally = requests_per_min(count, TRACE.value)
-        peaks.append(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
     table = Table(
-        "requests", "requests/min", f"bar {REQUESTS_BAR}", "peak memory, MiB", title="a cluster of 64 instances"
+        "prefill + decode",
+        "requests",
+        "requests/min",
+        f"bar {REQUESTS_BAR}",
+        "TTFT, TPOT p50, ms",
+        "peak memory, MiB",
+        title="clusters of 64 instances",
     )
-    for (count, rate), peak in zip(served.items(), peaks, strict=True):
-        table.add_row(str(count), f"{rate:,.0f}", "ok" if rate >= REQUESTS_BAR else "below", f"{peak:.0f}")
+    runs: dict[str, dict[str, dict[str, float]]] = {}
+    for name, (prefill, decode) in CLUSTERS.items():
+        runs[name] = {}
+        for count in (REQUESTS.value, 10 * REQUESTS.value):
+            rate, tally = requests_per_min(prefill, decode, count, TRACE.value)
+            peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+            runs[name][str(count)] = {"value": rate, "bar": REQUESTS_BAR, "peak_memory_mib": peak}
+            table.add_row(
+                f"{prefill} + {decode}: {name}",
+                str(count),
+                f"{rate:,.0f}",
+                "ok" if rate >= REQUESTS_BAR else "below",
+                f"{tally.ttft_ms.percentile(50):.0f}, {tally.tpot_ms.percentile(50):.0f}",
+                f"{peak:.0f}",
+            )
     Console().print(table)
-    Console().print(
-        f"TTFT p50 {tally.ttft_ms.percentile(50):.0f} ms, TPOT p50 {tally.tpot_ms.percentile(50):.0f} ms, "
-        f"{tally.finished} of {tally.requests} finished",
-        highlight=False,
-    )
     if folder := flags.OUT.value:
         entries: dict[str, Any] = {str(steps): {"value": rate, "bar": BAR} for steps, rate in rates.items()}
         origin = provenance.collect(
             {"rows": ROWS.value, "tokens": TOKENS.value, "requests": REQUESTS.value, "trace": TRACE.value}
         )
-        runs = {str(count): {"value": rate, "bar": REQUESTS_BAR} for count, rate in served.items()}
-        summary = {"rows_per_s": entries, "requests_per_min": runs, "peak_memory_mib": peaks}
-        report.write_summary(folder, {"provenance": origin, **summary})
+        report.write_summary(folder, {"provenance": origin, "rows_per_s": entries, "requests_per_min": runs})
 
 
 if __name__ == "__main__":
