@@ -66,7 +66,7 @@ class Batch:
         self.offsets[live.slot] = position + 1 - self.steps
         self.context_tokens += position + 1
         row = (live, live.attempt)
-        self._due.add(self.steps + len(self._pool.pages(live.id)) * self._spec.page_size - position, row)
+        self._due.add(self.steps + self._pool.count(live.id) * self._spec.page_size - position, row)
         self._last.add(self.steps + live.request.sampling.max_tokens - (position - prompt) - 2, row)
         self._attended = self._snapshot = None
 

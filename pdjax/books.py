@@ -33,7 +33,11 @@ class Books:
         queue: WAITING and not placed, first come first.
         held: MIGRATING without a transfer: their KV waits on the prefill side.
         backlog: some held request found no room.
-        relieved: pages or slots have come back, or who may use them has changed, since the held ones were asked about.
+        relieved: numbers of the lanes whose pages or slots have come back, or which others may use now, since the held
+            requests were asked about.
+        round: of hand-offs.
+        unasked: some held request was not asked about yet.
+        streams: some request was to be streamed.
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
@@ -54,12 +58,18 @@ class Books:
         self.now = 0.0
         self.steady = steady
         self.max_steps = max_steps if steady else 1
-        self.instances = [Lane(spec, model, self) for spec, model in zip(specs, latency, strict=True)]
+        sizes: dict[InstanceSpec, int] = {}
+        self.instances = [
+            Lane(spec, model, self, sizes.setdefault(_sizes(spec), spec.index))
+            for spec, model in zip(specs, latency, strict=True)
+        ]
         self.live: dict[int, Live] = {}
         self.queue: list[Live] = []
         self.held: list[Live] = []
         self.backlog = False
-        self.relieved = True
+        self.relieved: set[int] = set()
+        self.round = 0
+        self.unasked = self.streams = False
         self.traffic = Traffic()
         self.wait = ""
         self.commands: list[Command] = []
@@ -115,7 +125,19 @@ class Books:
 
     def hold(self, live: Live) -> None:
         bisect.insort(self.held, live, key=lambda other: other.order)
-        self.relieved = True
+        live.refused, self.unasked = None, True
+
+    def asked(self, waiting: list[Live]) -> None:
+        """The policy was asked about the held requests, and these have to wait."""
+        if (self.backlog and not waiting) or (self.streams and self.relieved):
+            self.stirred.update(range(len(self.instances)))  # prompts may start that could not
+        self.held, self.backlog, self.unasked = waiting, bool(waiting), False
+        self.relieved.clear()
+
+    def relieve_all(self) -> None:
+        """Who may use which lane has changed."""
+        self.relieved.update(range(len(self.instances)))
+        self.stirred.update(self.relieved)
 
     def fits(self, lane: Lane, live: Live) -> bool:
         """Whether the first chunk can have its pages and slot: nobody who holds KV must be waiting for them."""
@@ -297,3 +319,8 @@ class Books:
             return []
         indices = {live.place.prefill, live.decode_on if live.decode_on is not None else live.place.prefill}
         return [self.instances[index] for index in sorted(indices)]
+
+
+def _sizes(spec: InstanceSpec) -> InstanceSpec:
+    """What is equal for instances of one make."""
+    return dataclasses.replace(spec, index=0, role=Role.MIXED, ranks=())

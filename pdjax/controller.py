@@ -286,12 +286,13 @@ class Controller:
         lane.next_role = None
         # Rows that were about to move are seen to below, like all that is there.
         freed = [live for live in lane.lose() if live.state is not State.DECODING]
+        self.books.relieve_all()  # others may have to take its rows
         for live in list(self.books.live.values()):
             live.failures = 0  # those until now may have been this instance's doing
             place = live.place
             if place is None or live.state.terminal or live.state in (State.PREEMPTED, State.RESTARTING):
                 continue  # nothing of it is there, or `freed` sees to it
-            there = bool(lane.pool.pages(live.id))
+            there = lane.pool.count(live.id) > 0
             if live.state is State.WAITING:
                 if index in (place.prefill, place.decode):
                     self.books.unplace(live)

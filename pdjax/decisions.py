@@ -38,14 +38,14 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
     while progress:  # somebody may have been preempted: its pages are free, and it waits again
         progress = False
         if not books.held:
-            books.backlog = False
-        elif books.relieved or not books.steady:  # a steady policy finds no room until some has come back
+            books.asked([])
+        elif books.relieved or books.unasked or not books.steady:  # a steady one finds no room until some comes back
             _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in _stirred(books):
             while (room := (lane.prefills or lane.batch) and lane.has_room) and _iterate(books, scheduler, lane):
                 progress = True
-            if not room:
+            if not room or books.steady or lane.blocked:
                 books.stirred.discard(lane.spec.index)
         progress = progress or _make_room(books)
     if books.flips:
@@ -63,10 +63,16 @@ def _stirred(books: Books) -> Iterator[Lane]:
 
 def _hand_off(books: Books, scheduler: Scheduler) -> None:
     waiting: list[Live] = []
+    books.round += 1
     for at, live in enumerate(books.held):
         if len(waiting) == MAX_WAITING and not books.stalled:
             waiting += books.held[at:]  # where that many find no room, those behind them hardly do
             break
+        roomless = books.steady and live.refused == books.round - 1  # all that has changed since is known
+        live.refused = books.round
+        if roomless and not any(books.instances[index].room_for(live) for index in books.relieved):
+            waiting.append(live)
+            continue
         assert live.place is not None
         target = live.place.decode
         if target is None:
@@ -82,8 +88,7 @@ def _hand_off(books: Books, scheduler: Scheduler) -> None:
         else:
             books.instances[target].expect(live)
             books.transfer(live, target, "whole")
-    books.held, books.relieved = waiting, False
-    books.backlog = bool(waiting)
+    books.asked(waiting)
 
 
 def _make_room(books: Books) -> bool:
@@ -130,6 +135,7 @@ def _place(books: Books, scheduler: Scheduler) -> list[tuple[Live, str]]:
         else:
             _check(books, scheduler, live, decision)
             live.place = decision
+            books.streams = books.streams or decision.mode == "stream"
             if decision.slo_class:
                 live.degraded = next(kind for kind in live.laxer if kind.name == decision.slo_class)
             books.instances[decision.prefill].enqueue(live)
@@ -187,8 +193,9 @@ def _grow(books: Books, lane: Lane) -> bool:
             victim = max([*lane.batch.rows.values(), *started], key=lambda other: other.order)
             victim.preemptions += 1
             books.retire(victim, State.PREEMPTED)
-    books.relieved = books.relieved or lane.starved
-    lane.starved = False
+    if lane.starved:
+        books.relieved.add(lane.spec.index)
+        lane.starved = False
     return True
 
 

@@ -27,15 +27,23 @@ from pdjax.slots import Slots
 class Desk(Protocol):
     """What a lane needs of the books that it is part of."""
 
-    relieved: bool
-
     @property
     def now(self) -> float: ...
+    @property
+    def steady(self) -> bool:
+        """Whether the policy is."""
+        ...
+
     @property
     def commands(self) -> list[Command]: ...
     @property
     def stirred(self) -> set[int]:
         """The lanes that something has happened to since they had nothing to do or no room."""
+        ...
+
+    @property
+    def relieved(self) -> set[int]:
+        """The lanes that may have room for what had none there before."""
         ...
 
     def fits(self, lane: "Lane", live: Live) -> bool:
@@ -46,8 +54,9 @@ class Desk(Protocol):
 class Lane:
     """The books of one instance."""
 
-    def __init__(self, spec: InstanceSpec, latency: Latency, desk: Desk) -> None:
+    def __init__(self, spec: InstanceSpec, latency: Latency, desk: Desk, twin: int) -> None:
         self.spec = spec
+        self.twin = twin
         self.role: Role = spec.role
         self.next_role: Role | None = None
         self.alive = True
@@ -160,7 +169,7 @@ class Lane:
         assert isinstance(ask, Live)
         if not self.alive or self.starved or not self._slots:
             return False  # first what costs least: thousands may be asked about
-        held = len(self.pool.pages(ask.id)) if ask.state is State.MIGRATING else 0
+        held = self._pool.count(ask.id) if ask.state is State.MIGRATING else 0
         runs = ask.state is State.DECODING
         tokens = len(ask.request.prompt_ids) + len(ask.tokens) if runs else ask.context_tokens + 1
         needed = self.spec.pages_for(tokens) - held
@@ -170,7 +179,8 @@ class Lane:
 
     def enqueue(self, live: Live) -> None:
         self._cut()
-        self._desk.stirred.add(self.spec.index)
+        if self._desk.steady or self._desk.fits(self, live):  # otherwise it changes nothing (`blocked`)
+            self._desk.stirred.add(self.spec.index)
         bisect.insort(self.prefills, live, key=lambda other: (other.prefilled == 0, other.order))
         self._pending_tokens += live.context_tokens
 
@@ -213,25 +223,29 @@ class Lane:
     def keep(self, live: Live) -> None:
         """A request whose KV waits here decodes here after all; `room_for` it has been asked."""
         self._cut()
-        more = self.spec.pages_for(live.context_tokens + 1) - len(self._pool.pages(live.id))
+        more = self.spec.pages_for(live.context_tokens + 1) - self._pool.count(live.id)
         if self._pool.take(live.id, more) is None:
             raise RuntimeError(f"instance {self.spec.index} has no page for request {live.id}")
         live.slot = self._slots.pop()
 
     def give_back(self, live: Live, *, slot: int | None) -> None:
         self.pool.release(live.id)
-        self._desk.relieved = True
+        self._relieve()
         self._incoming.pop(live.id, None)
         if slot is not None:
             self._slots.append(slot)
             self._table.leave(slot)
+
+    def _relieve(self) -> None:
+        self._desk.relieved.add(self.spec.index)
+        self._desk.stirred.add(self.spec.index)
 
     def uproot(self, live: Live) -> None:
         """A row that left the batch, and whose steps are all done, goes on elsewhere: its pages stay until then."""
         assert live.slot is not None
         self.settle(live)
         self._slots.append(live.slot)
-        self._desk.relieved = True
+        self._relieve()
 
     # --- the decode batch -------------------------------------------------------------------------------------------
 
@@ -254,7 +268,7 @@ class Lane:
         self._cut()
         live.last_pass = self.in_flight.number
         self.batch.leave(slot)
-        self._desk.relieved = True
+        self._relieve()
         self._table.leave(slot)
         self.starved = self.starved and bool(self.batch)
         for waiting in self._joins:
@@ -287,6 +301,12 @@ class Lane:
             self.in_flight.decided()
             self._catch_up()
         return self.alive and self.in_flight.room
+
+    @property
+    def blocked(self) -> bool:
+        """Whether nothing can be issued, whatever a policy wants, until pages or slots come back or a prompt is queued
+        that fits: there are no rows, and no prompt that was begun or can start."""
+        return not self.batch and not any(live.prefilled or self._desk.fits(self, live) for live in self.prefills)
 
     def steady_steps(self, most: int) -> int:
         """How many steps the next iteration may stand for: `Batch.steady_steps`, one while prompts wait."""
@@ -396,7 +416,7 @@ class Lane:
         """The instance is gone: forget its queue, batch and iterations; returns the requests freed of a barrier."""
         self.in_flight.tick(self._desk.now)
         self.alive = False
-        self._desk.relieved = True
+        self._relieve()
         self.in_flight.forget()
         return self.passed(self.in_flight.number)
 

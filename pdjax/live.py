@@ -28,6 +28,7 @@ class Live:
         moving: its row was taken out of a batch, to go on on this instance; None once it does.
         moves: what came of it, in order.
         computed_on: where this attempt was prefilled, once its row has moved: `place` then says what is next.
+        refused: the last round of hand-offs (`Books.round`) that found no room for it; None since it is held anew.
         holds: what must still end (iterations in flight, an open transfer) before its pages can be given back.
     """
 
@@ -56,6 +57,7 @@ class Live:
     moving: int | None = None
     moves: list[MoveRecord] = dataclasses.field(default_factory=list)
     computed_on: int | None = None
+    refused: int | None = None
 
     @classmethod
     def of(cls, request: Request) -> "Live":

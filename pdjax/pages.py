@@ -29,6 +29,9 @@ class PagePool:
     def pages(self, owner: int) -> tuple[int, ...]:
         return tuple(self._owned.get(owner, ()))
 
+    def count(self, owner: int) -> int:
+        return len(self._owned.get(owner, ()))
+
     def take(self, owner: int, count: int) -> tuple[int, ...] | None:
         """Gives `count` more pages to `owner`; None, and nothing changes, if fewer are free."""
         if count > len(self._free):

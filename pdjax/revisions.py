@@ -71,6 +71,7 @@ def turn(books: Books) -> None:
         if not _busy(books, lane, lane.next_role):
             before, lane.role, lane.next_role = lane.role, lane.next_role, None
             del books.flips[index]
+            books.stirred.add(index)  # a prompt may start that could not
             books.revised.append(FlipRecord(index, before, lane.role, started_s, books.now, reason))
 
 

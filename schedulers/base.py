@@ -101,6 +101,11 @@ class InstanceView(Protocol):
     @property
     def spec(self) -> InstanceSpec: ...
     @property
+    def twin(self) -> int:
+        """The first instance of the cluster with these sizes: by one model, the same passes take as long there."""
+        ...
+
+    @property
     def role(self) -> Role: ...
     @property
     def next_role(self) -> Role | None:
@@ -296,9 +301,9 @@ class Traits:
         colocated: all instances are MIXED; otherwise there are PREFILL and DECODE ones.
         prefill_decodes, decode_prefills: whether instances of that role also do the other's work.
         steady: what the policy answers changes only with arrivals, ends, and what is issued or moved, never with the
-            time or the growth of contexts alone, `iterate` lets the rows of an instance without prompts go on, and
-            `hand_off` finds no room for a row that had none until some has come back. A simulation then asks it once
-            for many decode steps; it asks others at every step. One that revises is not.
+            time or the growth of contexts alone; `iterate` lets rows beside no prompts go on, and an instance stay idle
+            until something changes there or KV that waited has found room; `hand_off` finds no room for a row until
+            some has come back where there is `room_for` it. It is then asked seldom. One that revises is not steady.
         moves: KV may go from any instance to any other at any time: the policy moves rows (`Move`), or flips instances
             that are all MIXED.
     """

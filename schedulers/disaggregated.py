@@ -108,7 +108,7 @@ def least_loaded(views: list[InstanceView]) -> InstanceView:
 def has_room(view: InstanceView, ask: Ask) -> bool:
     """Whether an instance takes a row: `SPARE` of its pages are left to the rows that it has, for their answers. A full
     instance would preempt the latest, and its prompt would be computed again."""
-    if not view.room_for(ask):
-        return False
     left = view.free_pages - view.spec.pages_for(ask.context_tokens + 1)
-    return left >= SPARE * view.spec.usable_pages or not view.rows + view.incoming
+    if left < SPARE * view.spec.usable_pages and view.rows + view.incoming:
+        return False  # first what says so most often in a full cluster
+    return view.room_for(ask)

@@ -15,6 +15,7 @@ Its end points: with `mixed=True` all instances are MIXED and requests stay wher
 
 import dataclasses
 import math
+from collections.abc import Sequence
 
 from pdjax.latency import Load, pass_sizes
 from pdjax.messages import Role
@@ -116,11 +117,12 @@ class Dynamic:
         free = [view for view in targets if view.rows + view.incoming + 1 < view.spec.max_rows]
         roomy = least_loaded(free) if free else None
         sources = [view for view in able(cluster.instances, *Role) if self._most(view)] or prefillers(cluster.instances)
-        bounds = [view.busy_s + self._work_s(ask, view, cluster) for view in sources]
+        works = self._works_s(ask, sources, cluster)
+        bounds = [view.busy_s + work_s for view, work_s in zip(sources, works, strict=True)]
         best_s = math.inf
         left = dict.fromkeys(Role, NEAREST)
         choices: list[Choice] = []
-        for bound_s, view in sorted(zip(bounds, sources, strict=True), key=lambda pair: pair[0]):
+        for bound_s, work_s, view in sorted(zip(bounds, works, sources, strict=True), key=lambda triple: triple[0]):
             if bound_s >= best_s and len(choices) > SHOWN:
                 break
             maybe = bound_s < best_s and left[view.role] > 0
@@ -130,29 +132,35 @@ class Dynamic:
             target = view if view in targets or (roomy is None and view.spec.max_rows) else roomy
             if target is None:
                 continue
-            ttft_s = self._ttft_s(ask, view, target, cluster) if maybe else bound_s
+            ttft_s = self._ttft_s(ask, view, work_s, target, cluster) if maybe else bound_s
             best_s = min(best_s, ttft_s)
             choices.append(Choice(view, target, ttft_s, predict.tpot_s(ask, target, cluster.traffic), not maybe))
         return choices
 
-    def _ttft_s(self, ask: Ask, view: InstanceView, target: InstanceView, cluster: ClusterView) -> float:
+    def _ttft_s(self, ask: Ask, view: InstanceView, work_s: float, target: InstanceView, cluster: ClusterView) -> float:
         """Seconds until the first token; where the row would stay and has no slot yet, one has to end before."""
         rows = predict.spares(view, cluster)
         full = target is view and view.rows + view.incoming >= view.spec.max_rows
         slot_s = float(rows.left_s.min()) if full and rows.size else 0.0
-        if self._most(view) in (0, view.spec.max_chunk):
-            return slot_s + predict.ttft_s(ask, view, cluster, rows)
-        work_s = self._work_s(ask, view, cluster)
+        if not self._slices(view):
+            return slot_s + predict.ttft_s(view, work_s, rows)
         steps_s = self._passes(ask, view) * view.latency.iteration_s(view.spec, view.load)  # which rows make anyhow
         return slot_s + view.busy_s + rows.held_up_s(work_s - steps_s) + work_s
 
-    def _work_s(self, ask: Ask, view: InstanceView, cluster: ClusterView) -> float:
-        """Seconds of prefilling what is queued on `view`, and then the request: in few long passes that rows wait for,
-        or where `decode_chunk` makes them short, in many that rows ride in."""
-        most = self._most(view)
-        if most in (0, view.spec.max_chunk):
-            return predict.work_s(ask, view, cluster.traffic)
-        return self._passes(ask, view) * view.latency.iteration_s(view.spec, view.load.beside((most, 0)))
+    def _works_s(self, ask: Ask, views: Sequence[InstanceView], cluster: ClusterView) -> list[float]:
+        """Seconds of prefilling what is queued on each, and then the request: in few long passes that rows wait for, or
+        where `decode_chunk` makes them short, in many that rows ride in."""
+        works = predict.works_s(ask, views, cluster.traffic)
+        if self._decode_chunk:
+            for at, view in enumerate(views):
+                if self._slices(view):
+                    load = view.load.beside((self._most(view), 0))
+                    works[at] = self._passes(ask, view) * view.latency.iteration_s(view.spec, load)
+        return works
+
+    def _slices(self, view: InstanceView) -> bool:
+        """Whether passes with prompts are shorter there than the instance could take."""
+        return self._most(view) not in (0, view.spec.max_chunk)
 
     def _passes(self, ask: Ask, view: InstanceView) -> int:
         return -(-(view.pending_tokens + ask.context_tokens) // self._most(view))

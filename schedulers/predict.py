@@ -8,6 +8,7 @@ TaiChi (section 2.4), which is exact for limits on means such as TPOT.
 
 import functools
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,16 +94,26 @@ def queue_s(view: InstanceView, traffic: Traffic) -> float:
     return view.pending_tokens / mean * prefill_s(view.latency, view.spec, mean) if view.pending_tokens else 0.0
 
 
-def work_s(ask: Ask, view: InstanceView, traffic: Traffic) -> float:
-    """Seconds of prefilling what is queued on `view`, and then the request."""
-    return queue_s(view, traffic) + prefill_s(view.latency, view.spec, ask.context_tokens)
+def works_s(ask: Ask, views: Sequence[InstanceView], traffic: Traffic) -> list[float]:
+    """Seconds of prefilling what is queued on each of `views`, and then the request. What prompts take is looked up
+    once for all instances of one make: policies ask about whole clusters."""
+    mean = max(round(traffic.prompt_tokens), 1)
+    known: dict[tuple[int, int], tuple[float, float]] = {}
+    works = []
+    for view in views:
+        model, make = view.latency, (id(view.latency), view.twin)
+        if make not in known:
+            known[make] = prefill_s(model, view.spec, mean), prefill_s(model, view.spec, ask.context_tokens)
+        mean_s, own_s = known[make]
+        works.append(view.pending_tokens / mean * mean_s + own_s)
+    return works
 
 
-def ttft_s(ask: Ask, view: InstanceView, cluster: ClusterView, rows: Spares) -> float:
-    """Seconds from now until the first token, if the prompt is put behind those of `view`: behind what is issued and
-    queued, and behind the decode steps of rows that cannot spare so much time. `rows`: of `spares(view)`."""
-    work = work_s(ask, view, cluster.traffic)
-    return view.busy_s + rows.held_up_s(work) + work
+def ttft_s(view: InstanceView, work_s: float, rows: Spares) -> float:
+    """Seconds from now until the first token, if the prompt is put behind those of `view`: behind what is issued,
+    behind the decode steps of rows that cannot spare so much time, and when all of `work_s` (`works_s`) is done.
+    `rows`: of `spares(view)`."""
+    return view.busy_s + rows.held_up_s(work_s) + work_s
 
 
 def tpot_s(ask: Ask, view: InstanceView, traffic: Traffic) -> float:

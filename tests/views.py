@@ -55,6 +55,10 @@ class View:
         return self.became or self.spec.role
 
     @property
+    def twin(self):
+        return self.spec.index
+
+    @property
     def rows_due(self):
         return self.rows + self.incoming + len(self.assigned)
 

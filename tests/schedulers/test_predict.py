@@ -1,17 +1,19 @@
 """Predictions of TTFT, TPOT and spare time, by hand: an iteration takes 10 ms, 1 ms a prompt token, 2 ms a row."""
 
+import dataclasses
 import math
 
 import numpy as np
 import pytest
 
+from pdjax.books import Books
 from pdjax.messages import Role
 from pdjax.request import SLO
 from pdjax.schedulers import predict
 from pdjax.schedulers.base import Row
 from pdjax.testing import spec
 from pdjax.traffic import Traffic
-from tests.views import Ask, Cluster, View
+from tests.views import SIMPLE, Ask, Cluster, View
 
 
 def row(issued=1, most=11, first_s=0.0, **limits):
@@ -92,14 +94,33 @@ def test_steps_are_as_long_as_with_the_rows_that_are_on_their_way():
 
 def test_ttft_is_behind_what_is_issued_and_queued():
     view = View(spec(0, Role.PREFILL), prefills=[Ask(0, 16)], busy_s=0.1)
-    cluster = Cluster([view], traffic=traffic(prompt=8))
+    (work_s,) = predict.works_s(Ask(1, 20), [view], traffic(prompt=8))
     # Two prompts of 8 take 18 ms each, the prompt of 20 passes of 16 and 4 tokens.
-    assert predict.ttft_s(Ask(1, 20), view, cluster, predict.NO_ROWS) == pytest.approx(0.1 + 0.036 + 0.026 + 0.014)
+    assert predict.ttft_s(view, work_s, predict.NO_ROWS) == pytest.approx(0.1 + 0.036 + 0.026 + 0.014)
+
+
+def test_instances_of_one_make_differ_by_their_queues_and_their_models():
+    small = spec(2, Role.PREFILL, max_chunk=8)
+    slow = dataclasses.replace(SIMPLE, scale=(2.0, 1.0, 1.0))
+    views = [
+        View(spec(0, Role.PREFILL)),
+        View(spec(1, Role.PREFILL), prefills=[Ask(0, 16)]),
+        View(small),
+        View(spec(3, Role.PREFILL), latency=slow),
+    ]
+    # 16 tokens are one pass of 26 ms, or two of 18 where a pass has 8; 16 that are queued take two of 18 ms.
+    assert predict.works_s(Ask(1, 16), views, traffic(prompt=8)) == pytest.approx([0.026, 0.062, 0.036, 0.052])
+
+
+def test_a_twin_has_the_same_sizes():
+    sizes = [spec(0, Role.PREFILL), spec(1, Role.DECODE), spec(2, Role.PREFILL, max_chunk=8), spec(3, Role.PREFILL)]
+    books = Books(sizes, [SIMPLE] * 4, transfer_timeout_s=1.0)
+    assert [lane.twin for lane in books.instances] == [0, 0, 2, 0]
 
 
 def test_ttft_is_behind_rows_that_cannot_spare_so_much_time():
     view, rows = View(spec(0, Role.DECODE)), given((0.01, 0.5), (1.0, 9.0))
-    assert predict.ttft_s(Ask(1, 10), view, Cluster([view]), rows) == pytest.approx(0.5 + 0.02)
+    assert predict.ttft_s(view, 0.02, rows) == pytest.approx(0.5 + 0.02)
 
 
 def test_tpot_is_a_step_of_all_rows_and_a_share_of_the_queue():
