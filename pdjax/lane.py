@@ -11,12 +11,14 @@ import bisect
 from collections.abc import Collection, Sequence
 from typing import Protocol
 
+from pdjax.barriers import Barriers
 from pdjax.batch import Batch
+from pdjax.changes import Changes
 from pdjax.correction import Correction
 from pdjax.flights import Flight, Flights
 from pdjax.latency import Latency, Load
 from pdjax.live import Live
-from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Join, Role, RunStarted
+from pdjax.messages import Chunk, Command, Cut, InstanceSpec, Iteration, IterationDone, Role, RunStarted
 from pdjax.pages import PagePool
 from pdjax.request import State
 from pdjax.schedulers.base import Ask, RowTable
@@ -72,10 +74,8 @@ class Lane:
         self._table = Slots(spec.max_rows)
         self._incoming: dict[int, Live] = {}
         self._assigned: dict[int, Live] = {}
-        self._leaves: list[int] = []
-        self._joins: list[tuple[Live, int | None]] = []
-        self._grows: list[tuple[int, int]] = []
-        self._barriers: list[tuple[int, Live]] = []  # by number
+        self._changes = Changes()
+        self._barriers = Barriers()
         self._reported = False  # something, since the last decision
         self._pending_tokens = 0
 
@@ -257,7 +257,7 @@ class Lane:
         self._incoming.pop(live.id, None)
         live.last_pass = None
         self.batch.join(live)
-        self._joins.append((live, token))
+        self._changes.join(live, token)
         self._table.take(live, self.batch.offsets[live.slot] - len(live.request.prompt_ids), here=True)
 
     def leave(self, live: Live) -> None:
@@ -271,12 +271,7 @@ class Lane:
         self._relieve()
         self._table.leave(slot)
         self.starved = self.starved and bool(self.batch)
-        for waiting in self._joins:
-            if waiting[0] is live:  # the instance never heard of it
-                self._joins.remove(waiting)
-                return
-        self._grows = [grow for grow in self._grows if grow[0] != slot]
-        self._leaves.append(slot)
+        self._changes.leave(live, slot)
 
     def holds(self, live: Live) -> bool:
         """Whether it is a row of the batch."""
@@ -288,7 +283,7 @@ class Lane:
         if page is None:
             return False
         assert live.slot is not None
-        self._grows.append((live.slot, page))
+        self._changes.grow(live.slot, page)
         return True
 
     # --- iterations -------------------------------------------------------------------------------------------------
@@ -314,14 +309,8 @@ class Lane:
 
     def issue(self, chunks: tuple[Chunk, ...], decode: bool, steps: int = 1) -> Iteration:
         """Makes the next iteration from what changed since the last, and counts its steps."""
-        joins = tuple(
-            Join(live.slot, live.id, live.context_tokens, self._pool.pages(live.id), token, live.request.sampling)
-            for live, token in self._joins
-            if live.slot is not None
-        )
-        number, leaves, grows = self.in_flight.number + 1, tuple(self._leaves), tuple(self._grows)
-        iteration = Iteration(self.spec.index, number, chunks, leaves, joins, grows, decode, steps)
-        self._leaves, self._joins, self._grows = [], [], []
+        leaves, joins, grows = self._changes.take(self._pool)
+        iteration = Iteration(self.spec.index, self.in_flight.number + 1, chunks, leaves, joins, grows, decode, steps)
         rows, ending = self.batch.snapshot if decode else {}, self.batch.take_ending() if decode else []
         load = self.load if decode else Load()
         load = load.beside(*((len(chunk.tokens), chunk.start) for chunk in chunks))
@@ -399,18 +388,12 @@ class Lane:
         number = self.in_flight.number if live.last_pass is None else live.last_pass
         if number < self.in_flight.oldest:
             return False
-        bisect.insort(self._barriers, (number, live), key=lambda barrier: barrier[0])
-        live.holds += 1
+        self._barriers.add(number, live)
         return True
 
     def passed(self, number: int) -> list[Live]:
         """The requests whose barrier ends with this iteration."""
-        out = []
-        while self._barriers and self._barriers[0][0] <= number:
-            live = self._barriers.pop(0)[1]
-            live.holds -= 1
-            out.append(live)
-        return out
+        return self._barriers.passed(number)
 
     def lose(self) -> list[Live]:
         """The instance is gone: forget its queue, batch and iterations; returns the requests freed of a barrier."""
