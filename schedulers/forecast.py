@@ -54,8 +54,10 @@ class Forecast:
     def broken(self, slo: SLO) -> str:
         """The first limit that would be missed, in words; "": none."""
         for name, value, limit in (("TTFT", self.ttft_ms, slo.ttft_ms), ("E2E", self.e2e_ms, slo.e2e_ms)):
-            if limit is not None and value + MARGIN * (value - self.waited_ms) > limit:
-                return f"{name} {value:.0f} + {MARGIN:.0%} > {limit:g} ms"
+            left_ms = value - self.waited_ms
+            if limit is not None and value + MARGIN * left_ms > limit:
+                of = f" of {left_ms:.0f}" if self.waited_ms else ""
+                return f"{name} {value:.0f} + {MARGIN:.0%}{of} > {limit:g} ms"
         return self.steady_broken(slo)
 
     @property

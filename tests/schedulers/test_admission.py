@@ -74,6 +74,13 @@ def test_each_limit_counts_and_the_reason_of_a_rejection_says_which(limits, brok
     assert reject.reason.endswith(f"0->1 TTFT 72 TPOT 20.1 ITL 45 E2E 213 ms: {broken}")
 
 
+def test_the_reason_says_what_the_reserve_is_a_part_of():
+    cluster = apart(queued=2)
+    cluster.now = 0.05
+    reject = answer(cluster, slo=SLO(ttft_ms=124))
+    assert isinstance(reject, Reject) and reject.reason.endswith("TTFT 122 + 5% of 72 > 124 ms")
+
+
 def test_without_limits_a_long_queue_is_no_reason_to_wait():
     assert isinstance(answer(apart(queued=50)), Place)
 
