@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import eventlog, goodput, metrics, provenance, report, rerun
@@ -219,7 +218,7 @@ def table(points: Sequence[Mapping[str, Any]]) -> Table:
 
 def finish(summary: dict[str, Any], origin: dict[str, Any]) -> None:
     """Shows and writes what was found."""
-    console = Console()
+    console = launcher.console()
     console.print(table(summary["points"]))
     twice = summary["at_twice"]
     console.print(

@@ -34,7 +34,6 @@ from pdjax.schedulers.base import traits_of
 
 TARGET = absl_flags.DEFINE_list("target", [], "Chips to compile for, such as tpu:v5e:2x4 or gpu:h100:2.")
 CHECK = absl_flags.DEFINE_bool("check", False, "Compile a fixed list of programs instead of those of an engine.")
-WIDTH = 200  # of the tables where they go to a file
 for _name in ("model", "out", "profile", "data"):
     absl_flags.declare_key_flag(_name)  # --help shows these
 
@@ -94,7 +93,7 @@ def main(argv: list[str]) -> None:
     del argv
     logging.getLogger("pdjax").setLevel(flags.LOG_LEVEL.value.upper())
     jax.config.update("jax_platforms", "cpu")  # nothing runs: a chip that is here stays free
-    console = Console(width=None if sys.stdout.isatty() else WIDTH, emoji=False)  # a target is no picture
+    console = launcher.console(emoji=False)  # a target is no picture
     if CHECK.value and flags.PROFILE.value:
         raise ValueError(f"profile is {flags.PROFILE.value!r}; allowed with --check: none")
     if flags.PROFILE.value:

@@ -16,7 +16,6 @@ from collections.abc import Iterator
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import fleet, provenance, published, report, simulation, traces
@@ -91,7 +90,7 @@ def main(argv: list[str]) -> None:
     )
     for steps, rate in rates.items():
         table.add_row(str(steps), f"{rate:,.0f}", "ok" if rate >= BAR else "below")
-    Console().print(table)
+    launcher.console().print(table)
     table = Table(
         "prefill + decode",
         "requests",
@@ -116,7 +115,7 @@ def main(argv: list[str]) -> None:
                 f"{tally.ttft_ms.percentile(50):.0f}, {tally.tpot_ms.percentile(50):.0f}",
                 f"{peak:.0f}",
             )
-    Console().print(table)
+    launcher.console().print(table)
     if folder := flags.OUT.value:
         entries: dict[str, Any] = {str(steps): {"value": rate, "bar": BAR} for steps, rate in rates.items()}
         origin = provenance.collect(

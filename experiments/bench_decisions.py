@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import provenance, report
@@ -70,7 +69,7 @@ def main(argv: list[str]) -> None:
                 for kind in ("arrival", "pass")
             )
             table.add_row(name, case, *cells, "ok" if ok else "above")
-    Console().print(table)
+    launcher.console().print(table)
     if folder := flags.OUT.value:
         origin = provenance.collect({"instances": INSTANCES.value, "live": LIVE.value, "events": EVENTS.value})
         report.write_summary(folder, {"provenance": origin, "bar_s": BAR_S, "decision_s": entries})

@@ -102,7 +102,7 @@ def main(argv: list[str]) -> None:
         ratios |= found
     if PEERS.value and wanted("vs_transformers"):
         ratios["vs_transformers"] = bench_peers.measure(tokens_per_s["float32"], note)
-    out = Console()
+    out = launcher.console()
     out.print(
         f"this core reads {limits['read_gb_per_s']:.1f} GB/s and multiplies {limits['gemm_gflops']:.0f} GFLOP/s (f32)"
     )

@@ -193,7 +193,7 @@ def main(argv: list[str]) -> None:
     effort = dataclasses.replace(
         effort, seeds=SEEDS.value or effort.seeds, budget_s=60 * MINUTES.value or effort.budget_s
     )
-    console = Console()
+    console = launcher.console()
     first = configs[names[0]]
     if SIMULATE.value:
         virtual = profiled(first, source.resolve(first.model).config)

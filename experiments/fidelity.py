@@ -11,7 +11,6 @@ place is taken by instances in virtual time that are so many times as slow as th
 
 import dataclasses
 import importlib.util
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -44,8 +43,6 @@ from pdjax.experiments.fidelity_tables import Point
 from pdjax.experiments.virtual import Virtual
 from pdjax.models import source
 from pdjax.schedulers import SCHEDULERS
-
-WIDE = 130  # characters of a line where there is no terminal
 
 SIMULATE = absl_flags.DEFINE_float(
     "simulate",
@@ -107,7 +104,7 @@ def main(argv: list[str]) -> None:
     kind = flags.WORKLOAD.value or (QUICK_WORKLOAD if quick else WORKLOAD)
     workload.mean_lengths(kind)  # or there are no limits
     count = flags.NUM_REQUESTS.value or (QUICK_REQUESTS if quick else REQUESTS)
-    console = Console(width=None if sys.stdout.isatty() else WIDE)
+    console = launcher.console()
 
     def plan_of(virtual: Virtual) -> Course:
         return course(virtual, kind, count, flags.SEED.value, 0 if quick else EXTRA)

@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import mpi, provenance, report
@@ -243,7 +242,7 @@ def main(argv: list[str]) -> None:
         report.out_folder(folder)
     origin = provenance.collect({flag.name: flag.value for flag in (PLATFORM, SMALL, PARTS_FLAG)})
     asked = [name for name in PARTS if not PARTS_FLAG.value or name in PARTS_FLAG.value]
-    console = Console()
+    console = launcher.console()
     parts: dict[str, Entry] = {}
     for name in asked:
         parts[name] = run_part(name)

@@ -19,7 +19,6 @@ from typing import Any
 
 import jax
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -120,7 +119,7 @@ def main(argv: list[str]) -> None:
     devices = build.devices_for(
         max(row.devices - row.decode_devices for row in rows) + max(row.decode_devices for row in rows)
     )
-    console = Console()
+    console = launcher.console()
     every = len(grid.rows(found.config.num_heads, found.config.num_layers))
     console.print(f"{len(rows)} of {every} rows, {len(cases)} prompts each", highlight=False)
     with Progress(console=console, disable=not console.is_terminal) as bar:

@@ -234,7 +234,7 @@ def config(scheduler: str) -> EngineConfig:
 
 def measure(configs: Mapping[str, EngineConfig], out: Path) -> None:
     """Plays all points, on rank 0, and shows what they gave and writes it to `out`."""
-    console = Console()
+    console = launcher.console()
     pace = measured.Pace(
         sum(map(len, POINTS.values())), lambda line: console.print(line, highlight=False, soft_wrap=True)
     )

@@ -146,7 +146,7 @@ def main(argv: list[str]) -> None:
         return
     if folder := flags.OUT.value:
         report.out_folder(folder)
-    console = Console()
+    console = launcher.console()
     outcomes = soak(console)
     console.print(table(outcomes))
     wrong = sum(bool(outcome["wrong"]) for outcome in outcomes)

@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 
 from pdjax import kv_cost, provenance, report
 from pdjax.experiments import analytic_plots, flags, launcher
@@ -101,7 +100,7 @@ def main(argv: list[str]) -> None:
     job = Job(nbytes, prefill_s, groups, rate)
     costs = [kv_cost.cost(job, link, EFFICIENCY.value) for link in links]
     needs, why = answer(job, costs, SHARE.value)
-    console = Console()
+    console = launcher.console()
     for line in (
         arithmetic(shape, KV_DTYPE.value, tokens),
         f"Prefill: {milliseconds(prefill_s)} ms ({origin})",

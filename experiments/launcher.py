@@ -5,17 +5,20 @@ traceback otherwise.
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 from absl import app, flags, logging
+from rich.console import Console
 
 from pdjax import mpi
 from pdjax.config import EngineConfig
 from pdjax.mpi.facts import Facts
 
+WIDE = 200  # characters of a line where there is no terminal: tables with notes are long
 GRACE_S = 2.0  # mpirun ends the job when the first rank ends with a status that is not 0
 
 
@@ -45,6 +48,12 @@ def ranks_for(config: EngineConfig) -> tuple[Facts, ...]:
     """What is known of the ranks that engines of this configuration use; empty if they are in this process."""
     head = mpi.current()
     return () if head is None or config.transfer == "device_put" else head.facts
+
+
+def console(*, emoji: bool = True) -> Console:
+    """Standard output: as wide as its terminal or as COLUMNS says, else WIDE."""
+    known = sys.stdout.isatty() or "COLUMNS" in os.environ
+    return Console(width=None if known else WIDE, emoji=emoji)
 
 
 def control_latency(engine: Any) -> str | None:

@@ -10,7 +10,6 @@ import shlex
 from pathlib import Path
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.progress import Progress
 from rich.table import Table
 
@@ -86,7 +85,7 @@ def main(argv: list[str]) -> None:
     rate = flags.RATE.value
     if rate is not None and not 0 < rate < math.inf:
         raise ValueError(f"rate is {rate!r}; allowed: requests per second > 0, or unset for as many as possible")
-    console = Console()
+    console = launcher.console()
     with Progress(console=console, transient=True, disable=not console.is_terminal) as bar:
         task = bar.add_task("searching", total=None)
         found = planner.plan(

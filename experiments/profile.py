@@ -145,7 +145,7 @@ def run(config: EngineConfig, policy: Apart) -> None:
         report.out_folder(folder)
     ranks = launcher.ranks_for(config)
     devices = () if ranks else build.devices_for(config.devices)
-    console = Console()
+    console = launcher.console()
     known = measure(config, policy, console)
     console.print(profile_tables.errors(known))
     for line in profile_tables.numbers(known):

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 
 import pdjax
 from pdjax import mpi, provenance, report
@@ -136,7 +135,7 @@ def main(argv: list[str]) -> None:
         return
     if folder := flags.OUT.value:
         report.out_folder(folder)
-    console = Console()
+    console = launcher.console()
     outcomes = []
     for row in ROWS.value:
         outcomes.append(run(row))

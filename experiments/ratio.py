@@ -9,7 +9,6 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import pd_ratio, profile, provenance, report
@@ -75,7 +74,7 @@ def main(argv: list[str]) -> None:
     del argv
     side, step_s, most, origin = inputs()
     points = pd_ratio.curve(side, step_s, range(1, most + 1))
-    console = Console()
+    console = launcher.console()
     console.print(
         f"N_p / N_d = (T_p / B_p) / (T_d(B_d) x (L - 1) / B_d), from {origin}", highlight=False, soft_wrap=True
     )

@@ -13,7 +13,6 @@ import sys
 from pathlib import Path
 
 from absl import flags as absl_flags
-from rich.console import Console
 
 from pdjax import eventlog, provenance, report, rerun
 from pdjax.eventlog import Header
@@ -84,7 +83,7 @@ def main(argv: list[str]) -> None:
     if not LOG.value:
         raise ValueError("log is not given; allowed: an events.jsonl, as serve writes it with --log_events")
     log = eventlog.read(LOG.value)
-    console = Console()
+    console = launcher.console()
     if not flags.SCHEDULER.value:
         line, same = check(log)
         if not same:

@@ -8,10 +8,8 @@ Where a result is not reached the table says why. Exit status 0 says that the re
 import dataclasses
 import importlib
 import importlib.util
-import sys
 
 from absl import flags as absl_flags
-from rich.console import Console
 from rich.table import Table
 
 from pdjax import provenance, report
@@ -21,7 +19,6 @@ from pdjax.experiments.papers.outcome import Outcome, Row, Setup
 
 PAPER = absl_flags.DEFINE_list("paper", ["distserve"], f"Some of {', '.join(PAPERS)}; all.")
 QUICK = absl_flags.DEFINE_bool("quick", False, "Fewer and shorter runs.")
-WIDTH = 160  # of the tables where they go to a file: notes are long
 for _name in ("seed", "out", "data"):
     absl_flags.declare_key_flag(_name)  # --help shows these
 
@@ -64,7 +61,7 @@ def main(argv: list[str]) -> None:
     if unknown or not names:
         raise ValueError(f"paper is {','.join(PAPER.value)!r}; allowed: some of {', '.join(PAPERS)}, or all")
     data = published_data.folder()
-    console = Console(width=None if sys.stdout.isatty() else WIDTH)
+    console = launcher.console()
     setup = Setup(data, QUICK.value, flags.SEED.value, lambda line: console.print(line, highlight=False))
     outcomes = {}
     for name in names:

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 
 from pdjax import hardware, provenance, published, report
 from pdjax.experiments import flags, launcher, scale_forms, scale_measured, scale_page
@@ -104,7 +103,7 @@ def run(assumed: Assumptions, measured_at: Sequence[int], say: Callable[[str], N
 def main(argv: list[str]) -> None:
     del argv
     assumed, measured_at = assumptions(), sizes()
-    console = Console()
+    console = launcher.console()
     found = run(assumed, measured_at, lambda line: console.print(line, highlight=False, soft_wrap=True))
     console.print(scale_page.table(found))
     console.print(scale_page.answer(found), highlight=False, soft_wrap=True)

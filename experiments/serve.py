@@ -161,7 +161,7 @@ def compare(configs: Mapping[str, EngineConfig]) -> None:
     workload = build_workload(tuple(configs.values()), found)
     if folder := flags.OUT.value:
         report.out_folder(folder)
-    console = Console()
+    console = launcher.console()
     console.print(workload.note, highlight=False, soft_wrap=True)
     entries, reports = serve(
         configs,

@@ -54,7 +54,7 @@ def finish(summary: Mapping[str, Any], console: Console, origin: Callable[[], di
 def main(argv: list[str]) -> None:
     del argv
     flags.refuse_requests("workload", "rate")
-    kind, seed, console = flags.WORKLOAD.value, flags.SEED.value, Console()
+    kind, seed, console = flags.WORKLOAD.value, flags.SEED.value, launcher.console()
     workload.mean_lengths(kind)  # or there are no limits
     if flags.RATE.value is not None and not 0 < flags.RATE.value < math.inf:
         raise ValueError(f"rate is {flags.RATE.value}; allowed: a finite number of requests per second > 0")

@@ -18,7 +18,6 @@ from pathlib import Path
 from typing import Any
 
 from absl import flags as absl_flags
-from rich.console import Console
 
 import pdjax
 from pdjax import mpi, provenance, report
@@ -133,7 +132,7 @@ def run(name: str, rate: str | None) -> dict[str, Any]:
 
 def main(argv: list[str]) -> None:
     del argv
-    console = Console()
+    console = launcher.console()
     asked = names()
     one = config("streamed")
     if TRANSFER_TEST.value:
