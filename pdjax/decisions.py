@@ -43,10 +43,11 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
             _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in _stirred(books):
+            books.stirred.discard(lane.spec.index)  # what happens to it meanwhile, such as a preemption, stirs it again
             while (room := (lane.prefills or lane.batch) and lane.has_room) and _iterate(books, scheduler, lane):
                 progress = True
-            if not room or books.steady or lane.blocked:
-                books.stirred.discard(lane.spec.index)
+            if room and not books.steady and not lane.blocked:
+                books.stirred.add(lane.spec.index)
         progress = progress or _make_room(books)
     if books.flips:
         turn(books)
