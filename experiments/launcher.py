@@ -5,7 +5,6 @@ traceback otherwise.
 """
 
 import math
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -51,9 +50,8 @@ def ranks_for(config: EngineConfig) -> tuple[Facts, ...]:
 
 
 def console(*, emoji: bool = True) -> Console:
-    """Standard output: as wide as its terminal or as COLUMNS says, else WIDE."""
-    known = sys.stdout.isatty() or "COLUMNS" in os.environ
-    return Console(width=None if known else WIDE, emoji=emoji)
+    """Standard output, as wide as its terminal, or WIDE if it is none."""
+    return Console(width=None if sys.stdout.isatty() else WIDE, emoji=emoji)
 
 
 def control_latency(engine: Any) -> str | None:

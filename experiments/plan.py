@@ -79,6 +79,8 @@ def split_table(found: planner.Plan) -> Table:
 
 
 def main(argv: list[str]) -> None:
+    from pdjax.experiments import launcher
+
     del argv
     # The preset's limit on E2E is made for short answers: only one that is given counts.
     slo = dataclasses.replace(flags.build_slo(), e2e_ms=flags.E2E_SLO_MS.value)
