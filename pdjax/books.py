@@ -41,7 +41,8 @@ class Books:
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
         commands: what to submit, in order.
-        stirred: numbers of the lanes that may have work and room; all others have none or no room.
+        stirred: numbers of the lanes to ask the policy about; all others have no work or no room, can issue nothing
+            (`Lane.blocked`), or were left idle by a steady policy.
         flips: instances that change their role, and since when and why.
         revised: what to write down about revisions.
     """

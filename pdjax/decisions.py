@@ -43,7 +43,6 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
             _hand_off(books, scheduler)
         rejected += _place(books, scheduler)
         for lane in _stirred(books):
-            books.stirred.discard(lane.spec.index)  # what happens to it meanwhile, such as a preemption, stirs it again
             while (room := (lane.prefills or lane.batch) and lane.has_room) and _iterate(books, scheduler, lane):
                 progress = True
             if room and not books.steady and not lane.blocked:
@@ -55,10 +54,12 @@ def decide(books: Books, scheduler: Scheduler, reviser: Reviser | None = None) -
 
 
 def _stirred(books: Books) -> Iterator[Lane]:
-    """The lanes that may have something to do, in order; others may be stirred meanwhile."""
+    """The lanes that may have something to do, in order, each taken out of `books.stirred`. Others may be stirred
+    meanwhile, and the same again by what happens to it, such as a preemption."""
     at = -1
     while later := [index for index in books.stirred if index > at]:
         at = min(later)
+        books.stirred.discard(at)
         yield books.instances[at]
 
 

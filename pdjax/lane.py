@@ -399,7 +399,6 @@ class Lane:
         """The instance is gone: forget its queue, batch and iterations; returns the requests freed of a barrier."""
         self.in_flight.tick(self._desk.now)
         self.alive = False
-        self._relieve()
         self.in_flight.forget()
         return self.passed(self.in_flight.number)
 

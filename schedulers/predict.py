@@ -88,16 +88,21 @@ def spares(view: InstanceView, cluster: ClusterView) -> Spares:
     return Spares(end_s - ready_s - left_s, rows.pass_s, left_s)
 
 
+def _mean_prompt(traffic: Traffic) -> int:
+    """Tokens that every queued prompt is taken to have."""
+    return max(round(traffic.prompt_tokens), 1)
+
+
 def queue_s(view: InstanceView, traffic: Traffic) -> float:
     """Seconds of prefilling the prompts that are queued on an instance, in passes of their own."""
-    mean = max(round(traffic.prompt_tokens), 1)
+    mean = _mean_prompt(traffic)
     return view.pending_tokens / mean * prefill_s(view.latency, view.spec, mean) if view.pending_tokens else 0.0
 
 
 def works_s(ask: Ask, views: Sequence[InstanceView], traffic: Traffic) -> list[float]:
     """Seconds of prefilling what is queued on each of `views`, and then the request. What prompts take is looked up
     once for all instances of one make: policies ask about whole clusters."""
-    mean = max(round(traffic.prompt_tokens), 1)
+    mean = _mean_prompt(traffic)
     known: dict[tuple[int, int], tuple[float, float]] = {}
     works = []
     for view in views:
