@@ -5,6 +5,7 @@ traceback otherwise.
 """
 
 import math
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -50,8 +51,9 @@ def ranks_for(config: EngineConfig) -> tuple[Facts, ...]:
 
 
 def console(*, emoji: bool = True) -> Console:
-    """Standard output, as wide as its terminal, or WIDE if it is none."""
-    return Console(width=None if sys.stdout.isatty() else WIDE, emoji=emoji)
+    """Standard output, as wide as its terminal, or WIDE if it is none, or one without a size, as mpirun gives ranks."""
+    sized = sys.stdout.isatty() and os.get_terminal_size(sys.stdout.fileno()).columns > 0
+    return Console(width=None if sized else WIDE, emoji=emoji)
 
 
 def control_latency(engine: Any) -> str | None:

@@ -1,9 +1,12 @@
 """How a launcher ends: mistakes of the user in one line and status 2, mistakes of the program with a traceback."""
 
+import os
 import subprocess
 import sys
 
 import pytest
+
+from pdjax.experiments import launcher
 
 SCRIPT = """
 from absl import flags
@@ -52,3 +55,10 @@ def test_mistakes_of_the_user_are_one_line(flag, line):
 def test_mistakes_of_the_program_have_a_traceback():
     done = run("--count=3")
     assert done.returncode == 1 and "Traceback" in done.stderr and "broken" in done.stderr
+
+
+def test_tables_are_wide_on_a_terminal_without_a_size(monkeypatch):
+    head, tail = os.openpty()  # as mpirun gives its ranks
+    with os.fdopen(head, "rb"), os.fdopen(tail, "w") as out:
+        monkeypatch.setattr(sys, "stdout", out)
+        assert launcher.console().width == launcher.WIDE
