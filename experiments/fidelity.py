@@ -3,10 +3,13 @@ rates and under several schedulers. Flags enter; a table, summary.json, the requ
 leave. Run as `python -m pdjax.experiments.fidelity [--profile=profile/profile.json]`.
 
 The simulator has the engine's instances, limits and policies, and what passes and transfers take by the profile;
-without one it is measured first (with --quick, by the warm-up). Nothing is fitted to what is compared, and latency
-models are not corrected while serving (--correct). Rates are those at which the simulated attainment is TARGETS; where
-the real one is out of `fidelity_tables.BAND`, up to EXTRA more are played. With --simulate=1.05 there is no engine: its
-place is taken by instances in virtual time that are so many times as slow as the simulator believes.
+without one it is measured first (with --quick, by the warm-up). A shared machine is soon another than that; how
+much is told by requests in front of those that are judged, and behind them. What comes of passes at that speed
+(`gauge`), and of passes as they were, is simulated as well, so that errors of the simulator can be told from those of
+the profile. Nothing is fitted to what is compared, and latency models are not corrected while serving (--correct).
+Rates are those at which the simulated attainment is TARGETS; where the real one is out of `fidelity_tables.BAND`, up to
+EXTRA more are played. With --simulate=1.05 there is no engine: its place is taken by instances in virtual time that are
+so many times as slow as the profile says.
 """
 
 import dataclasses

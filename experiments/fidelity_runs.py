@@ -1,14 +1,18 @@
 """What `fidelity` plays: the same requests on engines and in virtual time, at several rates. Configurations and a
 workload enter, `pdjax.experiments.fidelity_tables.Point`s leave. Called by `fidelity`; knows no flags.
+
+Requests in front of those that are judged, and behind them, tell how fast the machine was (`gauge`). What is simulated
+by the profile is simulated again with passes that take so many times as long; the policy still believes the profile, as
+that of the engine does.
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 from pdjax import build, goodput, metrics
 from pdjax.config import EngineConfig
-from pdjax.experiments import fidelity_tables, measured, predictions
+from pdjax.experiments import fidelity_tables, gauge, measured, predictions
 from pdjax.experiments.fidelity_tables import Point, Side, side_of
 from pdjax.experiments.virtual import Limits, Virtual
 from pdjax.goodput import Trial
@@ -16,6 +20,7 @@ from pdjax.latency import KINDS, LatencyModel
 from pdjax.messages import InstanceSpec
 from pdjax.models import source
 from pdjax.record import RequestRecord
+from pdjax.report import Report
 from pdjax.request import SLO
 from pdjax.workload import Workload
 
@@ -28,9 +33,10 @@ MIDDLE = 0.6  # attainment to aim at where real ones were out of the band
 EXTRA = 2  # runs per scheduler, besides those of the targets
 STEP = 1.25  # from one rate to the next where all real attainments lie on one side
 SLOWNESS = 1.03  # the table says what passes that take so much longer would do
+MARGIN = 0.3  # of the requests that are judged: so many more in front of them, and behind
+ATTEMPTS = 2  # at a run during which the machine changed; the last one counts
 
-# Serves it, under a name; records in the order of requests, and `pdjax.metrics.prediction` of the run.
-Real = Callable[[str, Workload], tuple[Sequence[RequestRecord], Mapping[str, Any]]]
+Real = Callable[[str, Workload], Report]  # serves it, under a name
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,7 +47,7 @@ class Course:
         virtual: instances and what their passes take.
         kind: of the workload.
         slo: of every request.
-        count, seed: of the requests of each run.
+        count, seed: of the requests of each run that are judged.
         extra: runs of a scheduler besides those of the targets.
         guess: requests per second that one instance prefills.
     """
@@ -54,8 +60,16 @@ class Course:
     extra: int
     guess: float
 
+    @property
+    def margin(self) -> int:
+        return math.ceil(MARGIN * self.count)
+
     def workload(self, rate: float) -> Workload:
-        return predictions.requests(self.virtual, self.kind, rate, self.seed, self.slo, self.count)
+        return predictions.requests(self.virtual, self.kind, rate, self.seed, self.slo, self.count + 2 * self.margin)
+
+    def judged(self, records: Sequence[RequestRecord]) -> Sequence[RequestRecord]:
+        """Of all requests of a run, in order."""
+        return records[self.margin : self.margin + self.count]
 
 
 def course(virtual: Virtual, kind: str, count: int, seed: int, extra: int) -> Course:
@@ -66,30 +80,27 @@ def course(virtual: Virtual, kind: str, count: int, seed: int, extra: int) -> Co
 
 
 def slowed(virtual: Virtual, times: float) -> Virtual:
-    """Instances whose passes take so many times as long."""
+    """Instances whose passes take so many times as long; policies do not know."""
 
-    def model_of(spec: InstanceSpec) -> LatencyModel:
-        return dataclasses.replace(virtual.model_of(spec), scale=(times, times, times))
+    def actual(spec: InstanceSpec) -> LatencyModel:
+        model = virtual.actual_of(spec)
+        prefill, decode, mixed = model.scale
+        return dataclasses.replace(model, scale=(times * prefill, times * decode, times * mixed))
 
-    return dataclasses.replace(virtual, latency=model_of)
+    return dataclasses.replace(virtual, actual=actual)
 
 
 def in_virtual_time(virtual: Virtual, config: EngineConfig) -> Real:
     """Plays under the policy of a configuration."""
-
-    def play(_: str, asked: Workload) -> tuple[Sequence[RequestRecord], Mapping[str, Any]]:
-        run = virtual.play(build.scheduler_of(config), asked)
-        return run.records, metrics.prediction(run.records, run.iterations, run.transfers)
-
-    return play
+    return lambda _, asked: virtual.play(build.scheduler_of(config), asked)
 
 
 def on_bench(bench: measured.Bench, points: list[measured.Point]) -> Real:
-    """Plays on an engine; what counts is in the files. `points` gets what was played."""
+    """Plays on an engine. `points` gets what was played."""
 
-    def play(name: str, asked: Workload) -> tuple[Sequence[RequestRecord], Mapping[str, Any]]:
+    def play(name: str, asked: Workload) -> Report:
         points.append(bench.play(name, asked))
-        return measured.read_requests(points[-1].path), points[-1].report.summary()["prediction"]
+        return points[-1].report
 
     return play
 
@@ -100,7 +111,8 @@ def rates(plan: Course, config: EngineConfig) -> tuple[list[float], float]:
     trials: list[Trial] = []
 
     def run(rate: float) -> Trial:
-        return Trial(rate, tuple(metrics.met(record) for record in play("", plan.workload(rate))[0]))
+        records = play("", plan.workload(rate)).records
+        return Trial(rate, tuple(metrics.met(record) for record in plan.judged(records)))
 
     found = []
     for target in TARGETS:
@@ -112,23 +124,46 @@ def rates(plan: Course, config: EngineConfig) -> tuple[list[float], float]:
 
 def compare(plan: Course, config: EngineConfig, first: Sequence[float], real: Real) -> list[Point]:
     """Plays one scheduler at some rates on both sides; at more, while too few real attainments lie in the band."""
-    simulated = in_virtual_time(plan.virtual, config)
-    slower = in_virtual_time(slowed(plan.virtual, SLOWNESS), config)
     coming, points = list(first), list[Point]()
     while coming:
-        rate = coming.pop(0)
-        asked = plan.workload(rate)
-        name = f"{config.scheduler}-rate{rate:g}"
-        records, predicted = real(name, asked)
-        virtual = side_of(simulated(name, asked)[0])
-        attained = side_of(slower(name, asked)[0]).attainment
-        bias = {kind: predicted[kind]["bias"] for kind in KINDS}
-        points.append(Point(config.scheduler, rate, side_of(records), virtual, attained, bias))
+        points.append(point(plan, config, coming.pop(0), real))
         inside = sum(fidelity_tables.within(point.real) for point in points)
         if not coming and inside < len(TARGETS) and len(points) < len(first) + plan.extra:
             rate = another([(point.rate, point.real) for point in points])
             coming += [rate] if all(point.rate != rate for point in points) else []
     return points
+
+
+def point(plan: Course, config: EngineConfig, rate: float, real: Real) -> Point:
+    """Serves one workload for real, again where the machine changed meanwhile, and in virtual time."""
+    asked, name = plan.workload(rate), f"{config.scheduler}-rate{rate:g}"
+    for attempt in range(1, ATTEMPTS + 1):
+        run = real(name, asked)
+        before, after = gauge.around(run, plan.margin)
+        drift = gauge.drift(before, after)
+        if gauge.steady(drift) or attempt == ATTEMPTS:
+            break
+
+    def virtual(known: gauge.Passes) -> Virtual:
+        scales = gauge.scales(known, len(run.specs))
+        return dataclasses.replace(plan.virtual, actual=gauge.scaled(plan.virtual.model_of, scales))
+
+    def side(played: Virtual) -> Side:
+        return side_of(plan.judged(in_virtual_time(played, config)(name, asked).records))
+
+    told = metrics.prediction(run.records, run.iterations, run.transfers)
+    return Point(
+        config.scheduler,
+        rate,
+        side_of(plan.judged(run.records)),
+        side(plan.virtual),
+        slower=side(slowed(plan.virtual, SLOWNESS)).attainment,
+        at_speed=side(virtual(gauge.both(before, after))).attainment,
+        as_it_was=side(virtual(gauge.passes(run.iterations, lambda one: True))).attainment,
+        bias={kind: told[kind]["bias"] for kind in KINDS},
+        drift=drift,
+        attempts=attempt,
+    )
 
 
 def another(played: Sequence[tuple[float, Side]]) -> float:

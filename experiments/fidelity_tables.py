@@ -19,6 +19,7 @@ from pdjax.record import RequestRecord
 BAND = (0.25, 0.95)  # attainments at which a system is neither idle nor overrun
 MEAN_BAR, MAX_BAR = 3.0, 8.0  # points of attainment that the two sides may differ by
 PERCENTS = (50, 90)
+OTHERS = ("at_speed", "as_it_was")  # what else is simulated: attainments of `Point`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -40,10 +41,15 @@ class Point:
 
     Attributes:
         rate: requests per second.
+        simulated: by the profile.
         slower: attainment in virtual time if all passes took a few percent longer: what such an error of the latency
             model does here.
+        at_speed: the same with passes as slow as those in front of the judged requests and behind them (`gauge`).
+        as_it_was: the same with passes as slow as all of the real run were, the judged requests' as well.
         bias: by kind of pass, the mean of predicted / real - 1 of the real run; None: there were none. Above 0 the
             machine was faster than its profile.
+        drift: by kind of pass, how much longer they took behind the judged requests than in front.
+        attempts: how often it was served, until the machine was steady.
     """
 
     scheduler: str
@@ -51,7 +57,11 @@ class Point:
     real: Side
     simulated: Side
     slower: float
+    at_speed: float
+    as_it_was: float
     bias: Mapping[str, float | None]
+    drift: Mapping[str, float]
+    attempts: int = 1
 
     @property
     def error(self) -> float:
@@ -97,6 +107,12 @@ def errors(points: Sequence[Point]) -> tuple[float, float] | None:
     return (statistics.fmean(found), max(found)) if found else None
 
 
+def errors_with(points: Sequence[Point], name: str) -> dict[str, float]:
+    """The same of another attainment of `Point`, by its name, over the same points."""
+    found = [100 * abs(getattr(point, name) - point.real.attainment) for point in points if point.counts]
+    return {"mean": statistics.fmean(found), "max": max(found)}
+
+
 def summary(points: Sequence[Point], needed: int) -> dict[str, Any]:
     """For summary.json. `needed`: how many points with a real attainment within BAND each scheduler is to have; `ok`
     says that they all have, and that both bars are kept."""
@@ -116,6 +132,7 @@ def summary(points: Sequence[Point], needed: int) -> dict[str, Any]:
         "by_scheduler": {
             name: dict(zip(("mean", "max"), errors(own) or (None, None), strict=True)) for name, own in by.items()
         },
+        "abs_error_points_with": {name: errors_with(points, name) for name in OTHERS} if found else None,
         "latency_errors": latency_errors(points),
         "points": [_line(point) for point in points],
     }
@@ -149,13 +166,17 @@ def _line(point: Point) -> dict[str, Any]:
         "error_points": point.error,
         "judged_alike": point.alike,
         "simulated_slower": point.slower,
+        "simulated_at_speed": point.at_speed,
+        "simulated_as_it_was": point.as_it_was,
         "pass_bias": dict(point.bias),
+        "drift": dict(point.drift),
+        "attempts": point.attempts,
     }
 
 
 def table(points: Sequence[Point], slowness: float) -> Table:
-    """Real beside simulated, a row per point. `slowness`: of `Point.slower`; passes: the bias of prefill, decode and
-    mixed ones."""
+    """Real beside simulated, a row per point. At its speed, as it was: how many points off those are. `slowness`: of
+    `Point.slower`; passes and drift: of prefill, decode and mixed ones."""
     shown = Table(title="requests that keep their limits, real / simulated", title_justify="left")
     shown.add_column("")
     headers = (
@@ -163,8 +184,12 @@ def table(points: Sequence[Point], slowness: float) -> Table:
         "attainment, %",
         "points",
         "alike",
+        "at its speed",
+        "as it was",
         f"{slowness - 1:.0%} slower",
         "passes, %",
+        "drift, %",
+        "runs",
         "TTFT p50 | p90",
         "TPOT p50 | p90",
     )
@@ -180,8 +205,11 @@ def table(points: Sequence[Point], slowness: float) -> Table:
             f"{100 * point.real.attainment:.1f} / {100 * point.simulated.attainment:.1f}",
             f"{point.error:+.1f}" if point.counts else f"({point.error:+.1f})",
             f"{point.alike:.0%}",
+            *(f"{100 * (other - point.real.attainment):+.1f}" for other in (point.at_speed, point.as_it_was)),
             f"{100 * (point.slower - point.simulated.attainment):+.1f}",
             " | ".join("-" if bias is None else f"{100 * bias:+.0f}" for bias in point.bias.values()),
+            " | ".join(f"{100 * point.drift[kind]:+.0f}" if kind in point.drift else "-" for kind in point.bias),
+            str(point.attempts),
             _sides(point.real.ttft_ms, point.simulated.ttft_ms),
             _sides(point.real.tpot_ms, point.simulated.tpot_ms),
         )
@@ -194,14 +222,17 @@ def _sides(real: Sequence[float], simulated: Sequence[float]) -> str:
 
 
 def verdict(found: dict[str, Any]) -> str:
-    """One line on a `summary`."""
+    """A line on a `summary`."""
     if found["mean_abs_error_points"] is None:
         return f"No attainment lies within {BAND[0]:.0%} and {BAND[1]:.0%}: other rates are needed."
     few = [name for name, count in found["points_within_band"].items() if count < found["bars"]["points_within_band"]]
+    speed, was = (found["abs_error_points_with"][name] for name in OTHERS)
     return (
         f"Simulated attainment is {found['mean_abs_error_points']:.1f} points off in the mean (bar {MEAN_BAR:g}) and "
         f"{found['max_abs_error_points']:.1f} at most (bar {MAX_BAR:g}): {'ok' if found['ok'] else 'not ok'}"
         + (f"; too few points within {BAND[0]:.0%} and {BAND[1]:.0%}: {', '.join(few)}" if few else "")
+        + f". At the speed that requests in front and behind had: {speed['mean']:.1f} and {speed['max']:.1f}; with "
+        f"passes as they were: {was['mean']:.1f} and {was['max']:.1f}."
     )
 
 

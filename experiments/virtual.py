@@ -9,8 +9,9 @@ import dataclasses
 import functools
 from collections.abc import Callable, Sequence
 
-from pdjax import build, eventlog, rerun
+from pdjax import build, simulation
 from pdjax.config import EngineConfig
+from pdjax.fleet import Fleet
 from pdjax.latency import LatencyModel, Load, attended, fit
 from pdjax.messages import InstanceSpec
 from pdjax.models.config import ModelConfig
@@ -72,18 +73,23 @@ class Virtual:
         model: whose KV and context it has.
         latency: of an instance; `usual_latency` where nothing is known.
         platform: of the devices; how large KV is follows from it.
+        actual: what passes take, where policies believe `latency`; None: that.
     """
 
     config: EngineConfig
     model: ModelConfig
     latency: Callable[[InstanceSpec], LatencyModel] | None = None
     platform: str = "cpu"
+    actual: Callable[[InstanceSpec], LatencyModel] | None = None
 
     def specs(self, scheduler: Scheduler) -> tuple[InstanceSpec, ...]:
         return build.specs_of(self.config, self.model, traits_of(scheduler), self.platform)
 
     def model_of(self, spec: InstanceSpec) -> LatencyModel:
         return self.latency(spec) if self.latency else _usual(_whole(spec))
+
+    def actual_of(self, spec: InstanceSpec) -> LatencyModel:
+        return self.actual(spec) if self.actual else self.model_of(spec)
 
     @property
     def max_model_len(self) -> int:
@@ -99,9 +105,15 @@ class Virtual:
         """
         policy = SCHEDULERS[scheduler](self.config.stream_from) if isinstance(scheduler, str) else scheduler
         specs = self.specs(policy)
-        config = dataclasses.replace(self.config, scheduler=policy)
-        header = eventlog.header_of(config, specs, [self.model_of(spec) for spec in specs])
-        return rerun.simulate(requests_of(workload), header, policy)
+        actual, believed = (tuple(map(of, specs)) for of in (self.actual_of, self.model_of))
+        return simulation.simulate(
+            Fleet(specs, actual, (1,) * len(specs), believed=believed),
+            requests_of(workload),
+            policy,
+            max_queue=self.config.max_queue,
+            transfer_timeout_s=self.config.transfer_timeout_s,
+            on_failure=self.config.on_failure,
+        )
 
 
 def requests_of(workload: Workload) -> list[Request]:

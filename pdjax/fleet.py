@@ -76,12 +76,14 @@ class Fleet:
         specs, latency: one of each per instance.
         layer_groups: by instance, in how many parts the KV of a pass is streamed while it is computed.
         network: None: every transfer takes what the latency model of its source says, however many there are.
+        believed: what the controller and its policy take passes for, by instance; empty: for what they are.
     """
 
     specs: tuple[InstanceSpec, ...]
     latency: tuple[Latency, ...]
     layer_groups: tuple[int, ...]
     network: Network | None = None
+    believed: tuple[Latency, ...] = ()
 
     @property
     def devices(self) -> int:

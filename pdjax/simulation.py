@@ -88,8 +88,9 @@ def serve(
         The time when all was done, seconds.
     """
     cluster = SimulatedCluster(fleet.specs, fleet.latency, network=fleet.network, layer_groups=fleet.layer_groups)
+    believed = fleet.believed or fleet.latency
     controller = Controller(
-        fleet.specs, scheduler, fleet.latency, sink, transfer_timeout_s, max_queue, RUN_STEPS, on_failure
+        fleet.specs, scheduler, believed, sink, transfer_timeout_s, max_queue, RUN_STEPS, on_failure
     )
     for fault in faults:
         cluster.lose(fault.instance, "lost", fault.at_s)

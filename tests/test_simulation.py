@@ -1,5 +1,6 @@
 """Fleets in virtual time: pools, requests as they come, faults, sums without records."""
 
+import dataclasses
 import math
 
 import pytest
@@ -75,6 +76,16 @@ def test_instances_of_several_kinds_take_their_own_time():
     made = fleet.build([pool(Role.PREFILL), slow, pool(Role.DECODE)])
     run = simulation.simulate(made, simulation.asks([(8, 1)] * 2, [0.0, 0.0]), Disaggregated())
     assert sorted(record.timeline.token_s[0] for record in run.records) == [1.0, 3.0]
+
+
+def test_passes_take_their_time_whatever_the_policy_believes():
+    made = fleet.build([pool(count=2)])
+    believed = (LatencyModel((9.0, 0, 0, 0, 0, 0)), SECOND)
+    run = simulation.simulate(
+        dataclasses.replace(made, believed=believed), simulation.asks([(8, 1)] * 2, [0.0, 0.0]), Colocated()
+    )
+    assert [record.timeline.token_s[0] for record in run.records] == [1.0, 1.0]
+    assert sorted(one.predicted_s for one in run.iterations) == [1.0, 9.0]
 
 
 def test_poisson_arrivals_have_their_rate():

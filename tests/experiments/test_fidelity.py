@@ -21,6 +21,7 @@ CONFIG = EngineConfig(model="tiny", scheduler="colocated", max_model_len=512, pr
 VIRTUAL = Virtual(CONFIG, PRESETS["tiny"], lambda spec: MODEL)
 PLAN = fidelity.course(VIRTUAL, "uniform:32-96,4-12", count=30, seed=0, extra=2)
 BIAS = {"prefill": 0.01, "decode": -0.02, "mixed": None}
+DRIFT = {"decode": 0.03}
 
 
 def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Side:
@@ -28,7 +29,8 @@ def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Si
 
 
 def point(real: int, simulated: int, scheduler: str = "colocated") -> Point:
-    return Point(scheduler, 1.0, side(real), side(simulated), simulated / 100, BIAS)
+    virtual = {"slower": 0.0, "at_speed": (real + 1) / 100, "as_it_was": real / 100}
+    return Point(scheduler, 1.0, side(real), side(simulated), **virtual, bias=BIAS, drift=DRIFT)
 
 
 def test_errors_are_points_of_attainment() -> None:
@@ -50,6 +52,13 @@ def test_without_a_point_that_counts_there_is_no_error() -> None:
     assert "other rates" in fidelity_tables.verdict(found)
 
 
+def test_errors_at_another_speed_are_told_beside() -> None:
+    found = fidelity_tables.summary([point(70, 60), point(50, 45), point(99, 98)], needed=2)
+    assert found["mean_abs_error_points"] == pytest.approx(7.5)  # the last does not count
+    assert found["abs_error_points_with"]["at_speed"] == pytest.approx({"mean": 1.0, "max": 1.0})
+    assert "had: 1.0 and 1.0; with passes as they were: 0.0 and 0.0" in fidelity_tables.verdict(found)
+
+
 def test_both_bars_and_enough_points_are_needed() -> None:
     good = [point(90, 88), point(70, 72), point(50, 50)]
     assert fidelity_tables.summary(good, needed=3)["ok"]
@@ -65,7 +74,8 @@ def test_requests_are_judged_alike_one_by_one() -> None:
 
 
 def test_percentiles_are_compared_relative_to_real_ones() -> None:
-    slow = Point("colocated", 1.0, side(50, ttft=100.0, tpot=10.0), side(50, ttft=110.0, tpot=9.0), 0.5, BIAS)
+    sides = {"real": side(50, ttft=100.0, tpot=10.0), "simulated": side(50, ttft=110.0, tpot=9.0)}
+    slow = dataclasses.replace(point(50, 50), **sides)
     found = fidelity_tables.latency_errors([slow])
     assert found["ttft_ms_p50"] == pytest.approx(0.1) and found["tpot_ms_p90"] == pytest.approx(0.1)
 
@@ -75,7 +85,8 @@ def test_the_table_shows_both_sides() -> None:
     cells = [list(column.cells) for column in table.columns]
     assert cells[2] == ["70.0 / 66.0", "99.0 / 98.0"]
     assert cells[3] == ["-4.0", "(-1.0)"]  # in brackets: does not count
-    assert cells[6] == ["+1 | -2 | -", "+1 | -2 | -"]
+    assert (cells[5], cells[6]) == (["+1.0", "+1.0"], ["+0.0", "+0.0"])  # at its speed, and as it was
+    assert (cells[8], cells[9]) == (["+1 | -2 | -"] * 2, ["- | +3 | -"] * 2)
 
 
 def test_where_all_real_attainments_lie_on_one_side_another_rate_is_tried() -> None:
@@ -93,26 +104,42 @@ def test_limits_are_multiples_of_what_an_idle_instance_takes() -> None:
 @pytest.mark.parametrize("scheduler", COMPARED)
 def test_the_same_latencies_give_the_same_attainment(scheduler: str) -> None:
     config = dataclasses.replace(CONFIG, scheduler=scheduler)
-    (found,) = fidelity.compare(
-        dataclasses.replace(PLAN, extra=0), config, [5.0], fidelity.in_virtual_time(VIRTUAL, config)
-    )
-    assert found.real == found.simulated and found.alike == 1.0
+    found = fidelity.point(PLAN, config, 5.0, fidelity.in_virtual_time(VIRTUAL, config))
+    assert found.real.attainment == found.simulated.attainment == found.at_speed == found.as_it_was
+    assert found.alike == 1.0 and found.attempts == 1
 
 
-def test_slower_engines_are_seen_in_every_number() -> None:
+def test_how_slow_a_machine_is_is_told_by_requests_that_are_not_judged() -> None:
     slow = fidelity.in_virtual_time(fidelity.slowed(VIRTUAL, 1.5), CONFIG)
-    (found,) = fidelity.compare(dataclasses.replace(PLAN, extra=0), CONFIG, [8.0], slow)
-    assert found.error > 0
+    found = fidelity.point(PLAN, CONFIG, 8.0, slow)
+    assert found.error > 0 and found.simulated.attainment > found.slower
+    assert found.real.attainment == found.at_speed == found.as_it_was
     assert found.real.ttft_ms > found.simulated.ttft_ms and found.real.tpot_ms > found.simulated.tpot_ms
+    assert found.bias["prefill"] == pytest.approx(1 / 1.5 - 1)  # the policy believes the profile
 
 
-def test_how_fast_the_real_machine_was_is_kept_by_kind_of_pass() -> None:
+def test_requests_in_front_and_behind_are_not_judged() -> None:
+    records = list(range(PLAN.count + 2 * PLAN.margin))
+    assert len(PLAN.workload(1.0).items) == len(records)
+    assert list(PLAN.judged(records)) == records[PLAN.margin : -PLAN.margin]
+
+
+def test_a_run_is_repeated_once_where_the_machine_changed(monkeypatch) -> None:
+    monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
     play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
-    told = {kind: {"bias": bias} for kind, bias in BIAS.items()}
-    (found,) = fidelity.compare(
-        dataclasses.replace(PLAN, extra=0), CONFIG, [5.0], lambda name, asked: (play(name, asked)[0], told)
-    )
-    assert found.bias == BIAS
+
+    def slower_in_the_end(name, asked):
+        run = play(name, asked)
+        end_s = max(record.timeline.finished_s for record in PLAN.judged(run.records))
+        late = [
+            dataclasses.replace(one, finished_s=1.1 * one.finished_s - 0.1 * one.started_s) for one in run.iterations
+        ]
+        kept = [after if one.started_s >= end_s else one for one, after in zip(run.iterations, late, strict=True)]
+        return dataclasses.replace(run, iterations=kept)
+
+    found = fidelity.point(PLAN, CONFIG, 5.0, slower_in_the_end)
+    assert found.attempts == fidelity.ATTEMPTS == 2
+    assert found.drift["prefill"] == pytest.approx(0.1)
 
 
 def test_rates_are_those_of_the_targets() -> None:
@@ -120,7 +147,7 @@ def test_rates_are_those_of_the_targets() -> None:
     play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
     assert chosen == sorted(chosen) and seconds > 0
     for rate, target in zip(chosen, fidelity.TARGETS, strict=True):
-        records, _ = play("", PLAN.workload(rate))
+        records = PLAN.judged(play("", PLAN.workload(rate)).records)
         assert sum(metrics.met(record) for record in records) / len(records) == pytest.approx(target, abs=0.12)
 
 
