@@ -36,7 +36,7 @@ class Books:
         relieved: numbers of the lanes whose pages or slots have come back, or which others may use now, since the held
             requests were asked about.
         round: of hand-offs.
-        unasked: some held request was not asked about yet.
+        unasked: some held request was not asked about yet, or may be due to be now.
         streams: some request was to be streamed.
         traffic: what arrived lately.
         wait: why the first of the queue waits, in the policy's words.
@@ -280,6 +280,7 @@ class Books:
             self.queue.remove(live)
         if live in self.held:
             self.held.remove(live)
+            self.unasked = True  # one behind it may have come so far to the front that it is asked about
         for lane in lanes:
             lane.leave(live)
             if live in lane.prefills:

@@ -65,6 +65,7 @@ def play(name, seed, rows, pages, lost, *, steady):
 @settings(max_examples=12, deadline=None)
 @given(seed=st.integers(0, 10**6), rows=st.integers(2, 8), pages=st.sampled_from([60, 65, 90]), lost=st.booleans())
 @example(seed=33420, rows=2, pages=60, lost=False)  # a row of an instance is preempted by the ask that finds no page
+@example(seed=2800, rows=5, pages=65, lost=False)  # one of those that wait in front of others is aborted
 def test_a_steady_policy_that_is_asked_seldom_serves_as_when_it_is_asked_always(name, seed, rows, pages, lost):
     seldom = play(name, seed, rows, pages, lost, steady=True)
     assert seldom == play(name, seed, rows, pages, lost, steady=False)
