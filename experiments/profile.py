@@ -9,6 +9,7 @@ programs, so one profile serves every scheduler with chunks of at most this size
 """
 
 import logging
+import math
 import random
 import statistics
 from collections.abc import Sequence
@@ -97,7 +98,7 @@ def measure(config: EngineConfig, policy: Apart, console: Console) -> profile.Pr
         moved: list[profile.Moved] = []
         for policy.streams in (False, True):
             points = kv_times.measure(engine, asked, REPEATS.value, flags.SEED.value, found.config.vocab_size)
-            moved += [_moved(point, policy.streams) for point in points]
+            moved += [_moved(point, policy.streams, engine.specs[0].max_chunk) for point in points]
         return profile.Profile(
             version=profile.VERSION,
             name=config.model,
@@ -122,9 +123,9 @@ def _medians(instances: Sequence[Sequence[Sample]]) -> dict[Probe, float]:
     return {probe: statistics.median(each) for probe, each in times.items()}
 
 
-def _moved(point: kv_times.Point, streamed: bool) -> profile.Moved:
-    second_s = point.prefill_s + point.visible_s + point.step_s
-    return profile.Moved(point.tokens, point.nbytes, streamed, point.arrival_s, second_s)
+def _moved(point: kv_times.Point, streamed: bool, max_chunk: int) -> profile.Moved:
+    second_s, chunks = point.prefill_s + point.visible_s + point.step_s, math.ceil(point.tokens / max_chunk)
+    return profile.Moved(point.tokens, point.nbytes, streamed, point.arrival_s, second_s, point.prefill_s, chunks)
 
 
 def main(argv: list[str]) -> None:

@@ -44,7 +44,9 @@ def numbers(known: profile.Profile) -> list[str]:
     for moved in known.transfers:
         line = f"transfers by {moved.transport}: {_ms(moved.alpha_s)} ms + bytes / ({moved.bytes_per_s / 1e6:.0f} MB/s)"
         pays = "never" if moved.stream_from is None else f"from {moved.stream_from} prompt tokens on"
-        lines.append(f"{line}; streaming pays {pays}" if moved.samples else line)
+        part_s, token_s = moved.streaming
+        costs = f"a streamed prompt makes its pass {_ms(part_s)} ms longer, and {1e6 * token_s:.0f} us a token"
+        lines.append(f"{line}; streaming pays {pays}; {costs}" if moved.samples else line)
     return [*lines, known.origin] if known.estimate else lines
 
 

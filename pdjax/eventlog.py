@@ -234,8 +234,9 @@ def _header(line: Any) -> Header:
         _within(f"{at}.transfer_bytes_per_s", model.transfer_bytes_per_s, 0, math.inf, above=True)
         for *_, seconds in model.shapes:
             _within(f"{at}.shapes", seconds, 0, MAX_TIMEOUT_S)
-        for factor in model.scale:
-            _within(f"{at}.scale", factor, 0, MAX_TIMEOUT_S)
+        for name in ("scale", "streaming"):
+            for number in getattr(model, name):
+                _within(f"{at}.{name}", number, 0, MAX_TIMEOUT_S)
     return header
 
 

@@ -99,6 +99,11 @@ class Latency(Protocol):
         """To move KV to another instance, alone."""
         ...
 
+    def streaming_s(self, parts: int, tokens: int) -> float:
+        """By how much a pass takes longer in which the KV of so many prompt parts, with so many tokens in all, leaves
+        while it is computed. Policies do not count on it, as little as on what else serving costs (`Correction`)."""
+        return 0.0
+
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """To prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
         total = 0.0
@@ -123,6 +128,7 @@ class LatencyModel(Latency):
         scale: multiplies the passes of each kind, in the order of KINDS (`pdjax.correction`).
         shapes: (padded tokens, padded rows, seconds) of measured programs, ascending: constants that stand for the
             constant, the tokens' and the rows' part of `iteration` where they are known.
+        streaming: of `streaming_s`: seconds of a part, and of a token.
     """
 
     iteration: tuple[float, float, float, float, float, float] = (5e-3, 1e-3, 1e-7, 2e-3, 1e-6, 0.0)
@@ -130,6 +136,7 @@ class LatencyModel(Latency):
     transfer_bytes_per_s: float = 1e9
     scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     shapes: tuple[tuple[int, int, float], ...] = ()
+    streaming: tuple[float, float] = (0.0, 0.0)
 
     def __hash__(self) -> int:
         return hash((self.iteration, self.scale))  # results are looked up by it with every decision: not all shapes
@@ -167,6 +174,10 @@ class LatencyModel(Latency):
 
     def transfer_s(self, nbytes: float) -> float:
         return self.transfer_alpha_s + nbytes / self.transfer_bytes_per_s
+
+    def streaming_s(self, parts: int, tokens: int) -> float:
+        of_part, of_token = self.streaming
+        return of_part * parts + of_token * tokens
 
 
 def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:

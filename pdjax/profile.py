@@ -69,6 +69,8 @@ class Moved:
         nbytes: of its KV.
         transfer_s: from the first byte offered to the last inserted.
         second_token_s: from its arrival to its second token, the first from the decode instance.
+        prefill_s: from the start of its first chunk to its first token; 0: not known.
+        chunks: of its prompt.
     """
 
     tokens: int
@@ -76,6 +78,8 @@ class Moved:
     streamed: bool
     transfer_s: float
     second_token_s: float
+    prefill_s: float = 0.0
+    chunks: int = 1
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -86,6 +90,7 @@ class Transfers:
         transport: as in `EngineConfig.transfer`.
         alpha_s, bytes_per_s: a whole transfer of n bytes takes alpha + n / bytes_per_s.
         stream_from: from how many prompt tokens on streamed KV is there earlier than whole KV; None: never.
+        streaming: by how much a pass takes longer for every prompt part, and for every token, that is streamed.
     """
 
     transport: str
@@ -93,6 +98,7 @@ class Transfers:
     bytes_per_s: float
     stream_from: int | None
     samples: tuple[Moved, ...]
+    streaming: tuple[float, float] = (0.0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -169,7 +175,10 @@ class Profile:
         if moved is None:
             return known.latency
         return dataclasses.replace(
-            known.latency, transfer_alpha_s=moved.alpha_s, transfer_bytes_per_s=moved.bytes_per_s
+            known.latency,
+            transfer_alpha_s=moved.alpha_s,
+            transfer_bytes_per_s=moved.bytes_per_s,
+            streaming=moved.streaming,
         )
 
     def moved(self, transport: str = "") -> Transfers | None:
@@ -303,7 +312,21 @@ def transfers_of(transport: str, samples: Sequence[Moved], max_model_len: int) -
         1 / max(slope, 1 / _FASTEST),
         _threshold(samples, max_model_len),
         tuple(samples),
+        _streaming(samples),
     )
+
+
+def _streaming(samples: Sequence[Moved]) -> tuple[float, float]:
+    """Seconds of a part and of a token that prefills took longer where KV was streamed; neither is negative."""
+    from scipy.optimize import nnls  # as in `solve`
+
+    streamed = {sample.tokens: sample for sample in samples if sample.streamed and sample.prefill_s}
+    pairs = [(one, streamed[one.tokens]) for one in samples if not one.streamed and one.tokens in streamed]
+    if not pairs:
+        return 0.0, 0.0
+    longer = [other.prefill_s - one.prefill_s for one, other in pairs]
+    solution, _ = nnls(np.array([[other.chunks, other.tokens] for _, other in pairs], float), np.array(longer))
+    return float(solution[0]), float(solution[1])
 
 
 def _threshold(samples: Sequence[Moved], max_model_len: int) -> int | None:

@@ -284,15 +284,19 @@ class SimulatedCluster:
         spec, latency = self.specs[index], self._latency[index]
         load = batch.load(iteration, spec.row_block)
         if iteration.steps == 1:
-            end_s = stages.run(started, latency.iteration_s(spec, load))
+            leaving = [chunk for chunk in iteration.chunks if chunk.stream in self._transfers]
+            took_s = latency.iteration_s(spec, load)
+            if leaving:
+                took_s += latency.streaming_s(len(leaving), sum(len(chunk.tokens) for chunk in leaving))
+            end_s = stages.run(started, took_s)
             rows = []
             if iteration.decode:
                 stages.step_s, rows = end_s, list(batch.offsets)
                 batch.step(1)
-            for chunk in iteration.chunks:
-                if chunk.stream in self._transfers:
-                    nbytes = len(chunk.tokens) * spec.kv_bytes_per_token
-                    self._wires.computing(self._transfers[chunk.stream], nbytes, started, end_s)
+            for chunk in leaving:
+                assert chunk.stream is not None
+                nbytes = len(chunk.tokens) * spec.kv_bytes_per_token
+                self._wires.computing(self._transfers[chunk.stream], nbytes, started, end_s)
             self._at(end_s, lambda: self._finish(index, iteration, rows, started), rank=0)
             return
         seconds = latency.steps_s(spec, load, iteration.steps)

@@ -165,3 +165,15 @@ def test_streaming_pays_from_where_the_second_token_is_there_earlier(whole, expe
     made = profile.transfers_of("mpi", [*moves((100, whole[0], 6.0), (200, whole[1], 6.0))], max_model_len=1000)
     assert made.stream_from == expected
     assert (made.alpha_s, made.bytes_per_s) == (pytest.approx(1.0), pytest.approx(1000.0))
+
+
+def test_a_streamed_prompt_takes_longer_by_its_passes_and_its_tokens():
+    def moved(tokens, chunks, streamed):
+        longer = 0.5 * chunks + 0.001 * tokens if streamed else 0.0
+        return Moved(tokens, 10 * tokens, streamed, 1.0, 9.0, 2.0 + longer, chunks)
+
+    samples = [moved(tokens, chunks, way) for way in (False, True) for tokens, chunks in ((64, 1), (256, 1), (512, 2))]
+    assert profile.transfers_of("mpi", samples, 1000).streaming == pytest.approx((0.5, 0.001))
+    faster = [dataclasses.replace(one, prefill_s=1.0) if one.streamed else one for one in samples]
+    assert profile.transfers_of("mpi", faster, 1000).streaming == (0.0, 0.0)
+    assert profile.transfers_of("mpi", [*moves((100, 6.0, 6.0), (200, 6.0, 6.0))], 1000).streaming == (0.0, 0.0)

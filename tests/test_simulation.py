@@ -86,6 +86,16 @@ def test_passes_take_their_time_whatever_the_policy_believes():
     assert [one.predicted_s for one in run.iterations] == [9.0]
 
 
+@pytest.mark.parametrize(("stream_from", "pass_s"), [(None, 1.0), (1, 1.7)])
+def test_a_pass_takes_longer_whose_kv_leaves_while_it_is_computed(stream_from, pass_s):
+    model = dataclasses.replace(SECOND, streaming=(0.5, 0.025))  # of a prompt, and of a token
+    made = fleet.build([Pool(role, 1, model, 4096, 1, max_chunk=8) for role in (Role.PREFILL, Role.DECODE)])
+    run = simulation.simulate(made, simulation.asks([(8, 2), (8, 2)], [0.0, 0.5]), Disaggregated(stream_from))
+    passes = [one for one in run.iterations if one.chunk_tokens]
+    assert [one.finished_s for one in passes] == pytest.approx([pass_s, 2 * pass_s])
+    assert {one.predicted_s for one in passes} == {1.0}  # policies do not count on it
+
+
 def test_poisson_arrivals_have_their_rate():
     times = simulation.poisson(4.0, 4000, seed=1)
     assert times[0] == 0 and times == sorted(times) and len(times) == 4000
