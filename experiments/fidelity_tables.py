@@ -101,16 +101,18 @@ def side_of(records: Sequence[RequestRecord]) -> Side:
     )
 
 
-def errors(points: Sequence[Point]) -> tuple[float, float] | None:
-    """(mean, largest) of |simulated - real attainment| over the points that count, in points; None without such."""
-    found = [abs(point.error) for point in points if point.counts]
+def errors(points: Sequence[Point], name: str = "") -> tuple[float, float] | None:
+    """(mean, largest) of |simulated - real attainment| over the points that count, in points; None without such.
+    `name`: of another attainment of `Point` than that by the profile."""
+    counted = [point for point in points if point.counts]
+    found = [
+        abs(point.error) if not name else 100 * abs(getattr(point, name) - point.real.attainment) for point in counted
+    ]
     return (statistics.fmean(found), max(found)) if found else None
 
 
-def errors_with(points: Sequence[Point], name: str) -> dict[str, float]:
-    """The same of another attainment of `Point`, by its name, over the same points."""
-    found = [100 * abs(getattr(point, name) - point.real.attainment) for point in points if point.counts]
-    return {"mean": statistics.fmean(found), "max": max(found)}
+def _mean_and_max(found: tuple[float, float] | None) -> dict[str, float | None]:
+    return dict(zip(("mean", "max"), found or (None, None), strict=True))
 
 
 def summary(points: Sequence[Point], needed: int) -> dict[str, Any]:
@@ -129,10 +131,8 @@ def summary(points: Sequence[Point], needed: int) -> dict[str, Any]:
         "ok": kept and min(inside.values()) >= needed,
         "band": BAND,
         "points_within_band": inside,
-        "by_scheduler": {
-            name: dict(zip(("mean", "max"), errors(own) or (None, None), strict=True)) for name, own in by.items()
-        },
-        "abs_error_points_with": {name: errors_with(points, name) for name in OTHERS} if found else None,
+        "by_scheduler": {name: _mean_and_max(errors(own)) for name, own in by.items()},
+        "abs_error_points_with": {name: _mean_and_max(errors(points, name)) for name in OTHERS},
         "latency_errors": latency_errors(points),
         "points": [_line(point) for point in points],
     }

@@ -18,18 +18,7 @@ DRIFT = 0.05  # of the passes of a kind, from those in front to those behind: mo
 LEAST_S = 1.0  # of passes that tell how fast they are
 
 Scale = tuple[float, float, float]  # by KINDS: how many times as long as predicted
-Key = tuple[int, int]  # instance, kind of pass
-Passes = Mapping[Key, tuple[float, float]]  # seconds that they took, seconds that were predicted
-
-
-def passes(iterations: Sequence[IterationRecord], counts: Callable[[IterationRecord], bool]) -> Passes:
-    """Of those that count, by instance and kind."""
-    found: dict[Key, tuple[float, float]] = {}
-    for one in filter(counts, iterations):
-        key = (one.instance, (2 if one.rows else 0) if one.chunk_tokens else 1)
-        taken, predicted = found.get(key, (0.0, 0.0))
-        found[key] = (taken + one.finished_s - one.started_s, predicted + one.steps * one.predicted_s)
-    return found
+Passes = Sequence[IterationRecord]
 
 
 def around(run: Report, margin: int) -> tuple[Passes, Passes]:
@@ -38,41 +27,38 @@ def around(run: Report, margin: int) -> tuple[Passes, Passes]:
     start_s = judged[0].timeline.arrival_s
     end_s = max(record.timeline.finished_s or start_s for record in judged)
     return (
-        passes(run.iterations, lambda one: one.finished_s <= start_s),
-        passes(run.iterations, lambda one: one.started_s >= end_s),
+        [one for one in run.iterations if one.finished_s <= start_s],
+        [one for one in run.iterations if one.started_s >= end_s],
     )
 
 
-def both(before: Passes, after: Passes) -> Passes:
-    found = dict(before)
-    for key, (taken, predicted) in after.items():
-        more = found.get(key, (0.0, 0.0))
-        found[key] = (more[0] + taken, more[1] + predicted)
-    return found
+def times(passes: Passes) -> float | None:
+    """How many times as long as predicted they took, all in all; None: too few tell."""
+    predicted_s = sum(one.steps * one.predicted_s for one in passes)
+    if predicted_s < LEAST_S:
+        return None
+    return sum(one.finished_s - one.started_s for one in passes) / predicted_s
 
 
-def scales(known: Passes, instances: int) -> tuple[Scale, ...]:
+def scales(passes: Passes, instances: int) -> tuple[Scale, ...]:
     """By instance. Where one has too few passes of a kind, those of all instances count, or those of all kinds."""
 
-    def scale(index: int, kind: int) -> float:
-        of_kind = {key: sums for key, sums in known.items() if key[1] == kind}
-        for some in ({key: sums for key, sums in of_kind.items() if key[0] == index}, of_kind, known):
-            taken, predicted = _sum(some)
-            if predicted >= LEAST_S:
-                return taken / predicted
-        return 1.0
+    def scale(index: int, kind: str) -> float:
+        alike = [one for one in passes if one.kind == kind]
+        mine = [one for one in alike if one.instance == index]
+        return times(mine) or times(alike) or times(passes) or 1.0
 
-    return tuple((scale(index, 0), scale(index, 1), scale(index, 2)) for index in range(instances))
+    prefill, decode, mixed = KINDS
+    return tuple((scale(index, prefill), scale(index, decode), scale(index, mixed)) for index in range(instances))
 
 
 def drift(before: Passes, after: Passes) -> dict[str, float]:
     """By kind of pass, how much longer they took behind than in front: 0.02 is 2 %. A kind with few is left out."""
     found = {}
-    for kind, name in enumerate(KINDS):
-        sums = [_sum({key: sums for key, sums in each.items() if key[1] == kind}) for each in (before, after)]
-        if min(predicted for _, predicted in sums) >= LEAST_S:
-            first, second = (taken / predicted for taken, predicted in sums)
-            found[name] = second / first - 1
+    for kind in KINDS:
+        first, second = (times([one for one in each if one.kind == kind]) for each in (before, after))
+        if first and second:
+            found[kind] = second / first - 1
     return found
 
 
@@ -85,7 +71,3 @@ def scaled(
 ) -> Callable[[InstanceSpec], LatencyModel]:
     """Models whose passes take so many times as long, by instance, with all that streaming adds to them."""
     return lambda spec: dataclasses.replace(model_of(spec), scale=scales[spec.index], streaming=(0.0, 0.0))
-
-
-def _sum(known: Passes) -> tuple[float, float]:
-    return sum(taken for taken, _ in known.values()), sum(predicted for _, predicted in known.values())

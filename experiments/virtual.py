@@ -108,7 +108,7 @@ class Virtual:
         actual, believed = (tuple(map(of, specs)) for of in (self.actual_of, self.model_of))
         return simulation.simulate(
             Fleet(specs, actual, (1,) * len(specs), believed=believed),
-            requests_of(workload),
+            sorted(requests_of(workload), key=lambda request: request.arrival_s),
             policy,
             max_queue=self.config.max_queue,
             transfer_timeout_s=self.config.transfer_timeout_s,

@@ -270,9 +270,8 @@ def prediction(
     """
     told: dict[str, list[tuple[float | None, float | None, int]]] = {"prefill": [], "decode": [], "mixed": []}
     for iteration in iterations:
-        kind = ("mixed" if iteration.rows else "prefill") if iteration.chunk_tokens else "decode"
         actual_s = (iteration.finished_s - iteration.started_s) / iteration.steps
-        told[kind].append((iteration.predicted_s, actual_s, iteration.steps))
+        told[iteration.kind].append((iteration.predicted_s, actual_s, iteration.steps))
     told["transfer"] = [(one.predicted_s, one.finished_s - one.started_s, 1) for one in transfers if not one.streamed]
     first = [(record, record.predicted) for record in done if not record.preemptions and not record.restarts]
     told["ttft_ms"] = [(said.ttft_ms, ttft_ms(record), 1) for record, said in first if said]

@@ -316,12 +316,17 @@ def transfers_of(transport: str, samples: Sequence[Moved], max_model_len: int) -
     )
 
 
+def _pairs(samples: Sequence[Moved]) -> list[tuple[Moved, Moved]]:
+    """(moved as a whole, streamed) prompts of equal length."""
+    streamed = {sample.tokens: sample for sample in samples if sample.streamed}
+    return [(one, streamed[one.tokens]) for one in samples if not one.streamed and one.tokens in streamed]
+
+
 def _streaming(samples: Sequence[Moved]) -> tuple[float, float]:
     """Seconds of a part and of a token that prefills took longer where KV was streamed; neither is negative."""
     from scipy.optimize import nnls  # as in `solve`
 
-    streamed = {sample.tokens: sample for sample in samples if sample.streamed and sample.prefill_s}
-    pairs = [(one, streamed[one.tokens]) for one in samples if not one.streamed and one.tokens in streamed]
+    pairs = [(one, other) for one, other in _pairs(samples) if other.prefill_s]
     if not pairs:
         return 0.0, 0.0
     longer = [other.prefill_s - one.prefill_s for one, other in pairs]
@@ -330,9 +335,7 @@ def _streaming(samples: Sequence[Moved]) -> tuple[float, float]:
 
 
 def _threshold(samples: Sequence[Moved], max_model_len: int) -> int | None:
-    streamed = {sample.tokens: sample.second_token_s for sample in samples if sample.streamed}
-    whole = [sample for sample in samples if not sample.streamed and sample.tokens in streamed]
-    gains = [(sample.tokens, sample.second_token_s - streamed[sample.tokens]) for sample in whole]
+    gains = [(one.tokens, one.second_token_s - other.second_token_s) for one, other in _pairs(samples)]
     if len(gains) < 2:
         return 1
     tokens, seconds = zip(*gains, strict=True)

@@ -125,6 +125,11 @@ class IterationRecord:
     steps: int = 1
     predicted_s: float = 0.0
 
+    @property
+    def kind(self) -> str:
+        """One of `pdjax.latency.KINDS`."""
+        return ("mixed" if self.rows else "prefill") if self.chunk_tokens else "decode"
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class TransferRecord:

@@ -78,7 +78,7 @@ def test_a_cluster_twice_as_slow_as_its_model_is_predicted_within_five_percent_a
     w.add(*(ask(n, 5 + n % 9, 12, 0.15 * n) for n in range(120)))
     passes = {"prefill": [], "decode": [], "mixed": []}
     for one in w.run().iterations:
-        kind = ("mixed" if one.rows else "prefill") if one.chunk_tokens else "decode"
+        kind = one.kind
         passes[kind].append(one.predicted_s / (one.finished_s - one.started_s))
     for kind in kinds:
         assert passes[kind][0] == pytest.approx(0.5)

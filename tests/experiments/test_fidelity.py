@@ -105,7 +105,7 @@ def test_limits_are_multiples_of_what_an_idle_instance_takes() -> None:
 def test_the_same_latencies_give_the_same_attainment(scheduler: str) -> None:
     config = dataclasses.replace(CONFIG, scheduler=scheduler)
     found = fidelity.point(PLAN, config, 5.0, fidelity.in_virtual_time(VIRTUAL, config))
-    assert found.real.attainment == found.simulated.attainment == found.at_speed == found.as_it_was
+    assert found.real == found.simulated and found.real.attainment == found.at_speed == found.as_it_was
     assert found.alike == 1.0 and found.attempts == 1
 
 
@@ -116,6 +116,19 @@ def test_how_slow_a_machine_is_is_told_by_requests_that_are_not_judged() -> None
     assert found.real.attainment == found.at_speed == found.as_it_was
     assert found.real.ttft_ms > found.simulated.ttft_ms and found.real.tpot_ms > found.simulated.tpot_ms
     assert found.bias["prefill"] == pytest.approx(1 / 1.5 - 1)  # the policy believes the profile
+
+
+def test_how_fast_the_real_machine_was_is_kept_by_kind_of_pass() -> None:
+    play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
+
+    def as_told(name, asked):
+        run = play(name, asked)
+        took_s = [(one.finished_s - one.started_s) / one.steps for one in run.iterations]
+        said_s = [(1 + (BIAS[one.kind] or 0)) * took for one, took in zip(run.iterations, took_s, strict=True)]
+        told = [dataclasses.replace(one, predicted_s=s) for one, s in zip(run.iterations, said_s, strict=True)]
+        return dataclasses.replace(run, iterations=told)
+
+    assert fidelity.point(PLAN, CONFIG, 5.0, as_told).bias == pytest.approx(BIAS)
 
 
 def test_requests_in_front_and_behind_are_not_judged() -> None:
