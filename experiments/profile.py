@@ -20,7 +20,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 import pdjax
-from pdjax import build, probes, profile, provenance, report
+from pdjax import build, probes, profile, provenance, report, workload
 from pdjax.config import EngineConfig
 from pdjax.experiments import flags, kv_times, launcher, profile_tables
 from pdjax.latency import Probe, Sample
@@ -36,6 +36,7 @@ PROMPTS = absl_flags.DEFINE_list(
 REPEATS = absl_flags.DEFINE_integer("kv_repeats", 3, "Requests of each length and kind; medians count.", lower_bound=1)
 
 CHUNK = 256
+BUSY = 16  # prompts at once, which keep an instance busy
 
 
 class Apart:
@@ -99,6 +100,8 @@ def measure(config: EngineConfig, policy: Apart, console: Console) -> profile.Pr
         for policy.streams in (False, True):
             points = kv_times.measure(engine, asked, REPEATS.value, flags.SEED.value, found.config.vocab_size)
             moved += [_moved(point, policy.streams, engine.specs[0].max_chunk) for point in points]
+        policy.streams, limit = False, engine.specs[0].max_model_len
+        late_s = _reporting(engine, found.config.vocab_size)
         return profile.Profile(
             version=profile.VERSION,
             name=config.model,
@@ -106,8 +109,23 @@ def measure(config: EngineConfig, policy: Apart, console: Console) -> profile.Pr
             dtype=engine.home.dtype,
             hardware=engine.home.hardware,
             kinds=tuple(kinds),
-            transfers=(profile.transfers_of(config.transfer, moved, engine.specs[0].max_model_len),),
+            transfers=(profile.transfers_of(config.transfer, moved, limit, late_s),),
         )
+
+
+def _reporting(engine: pdjax.Engine, vocabulary: int) -> float:
+    """Of prompts that fill a pass each, all at once: one pass follows the other."""
+    spec = engine.specs[0]
+    tokens = min(spec.max_chunk, spec.max_model_len - kv_times.STEPS)
+    asked = workload.parse(
+        f"fixed:{tokens},{kv_times.STEPS}",
+        num_requests=BUSY,
+        vocab_size=vocabulary,
+        max_model_len=spec.max_model_len,
+        rate=math.inf,
+    )
+    played = engine.replay(asked)
+    return profile.reporting_s(played.records, played.iterations)
 
 
 def _all(wanted: Sequence[Probe], tried: dict[str, tuple[Probe, ...]]) -> list[Probe]:

@@ -46,7 +46,8 @@ def numbers(known: profile.Profile) -> list[str]:
         pays = "never" if moved.stream_from is None else f"from {moved.stream_from} prompt tokens on"
         part_s, token_s = moved.streaming
         costs = f"a streamed prompt makes its pass {_ms(part_s)} ms longer, and {1e6 * token_s:.0f} us a token"
-        lines.append(f"{line}; streaming pays {pays}; {costs}" if moved.samples else line)
+        late = f"the controller hears of a pass {_ms(moved.reporting)} ms after its end while another one runs"
+        lines.append(f"{line}; streaming pays {pays}; {costs}; {late}" if moved.samples else line)
     return [*lines, known.origin] if known.estimate else lines
 
 
@@ -82,6 +83,8 @@ def summary(known: profile.Profile) -> dict[str, Any]:
                 "alpha_s": moved.alpha_s,
                 "bytes_per_s": moved.bytes_per_s,
                 "stream_from": moved.stream_from,
+                "streaming_s": moved.streaming,
+                "reporting_s": moved.reporting,
             }
             for moved in known.transfers
         ],

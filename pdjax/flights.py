@@ -177,7 +177,7 @@ class Flights:
         run.started_s, run.ends = now, event.ends
         self.quiet_s = -math.inf
 
-    def reported(self, event: IterationDone) -> Flight:
+    def reported(self, event: IterationDone, now: float) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
         flight = self._flights[0]
         self.quiet_s = -math.inf
@@ -186,7 +186,7 @@ class Flights:
         if event.number != expected or event.steps > flight.left:
             raise RuntimeError(f"instance {event.instance} reports iteration {event.number} instead of {expected}")
         if event.rows is None and flight.iteration.decode:
-            self._tick(flight, flight.done + event.steps, event)
+            self._tick(flight, flight.done + event.steps, event.started_s, now)
         flight.done += event.steps
         self._left -= event.steps
         if self._run is not None and flight is not self._run:
@@ -206,12 +206,13 @@ class Flights:
         self._left = 0
         self._run = None
 
-    def _tick(self, flight: Flight, done: int, event: IterationDone | None = None) -> None:
+    def _tick(self, flight: Flight, done: int, started_s: float = 0.0, now: float = 0.0) -> None:
+        """`started_s`, `now`: of a step that is no run, when it started and when its token is known."""
         at = flight.clocked
         if done <= at:
             return
-        if event is not None and not flight.ends:
-            self.clock.add(event.started_s, (event.finished_s,))
+        if not flight.ends:
+            self.clock.add(started_s, (now,))
         else:
             self.clock.add(flight.ends[at - 1] if at else flight.started_s, flight.ends[at:done])
         flight.clocked = done

@@ -18,7 +18,7 @@ import jax
 import numpy as np
 from jax.sharding import Mesh, NamedSharding
 
-from pdjax import catalogue
+from pdjax import catalogue, probes
 from pdjax.catalogue import Program
 from pdjax.latency import Probe, Sample
 from pdjax.messages import Chunk, InstanceSpec, Iteration, Join, Sampled, StartTransfer
@@ -265,11 +265,11 @@ class Instance:
         return self._last if first.share.last else first.carry(self._last)
 
     def _rehearsal(self, probe: Probe) -> tuple[list[Chunk], RowArrays | None]:
-        spec, width = self.spec, self.spec.pages_for(self.spec.max_model_len)
-        pages = tuple(1 + i % spec.usable_pages for i in range(width))
+        width = self.spec.pages_for(self.spec.max_model_len)
+        held = probes.pages(self.spec, probe)
         greedy = SamplingParams(temperature=0.0)
         chunks = [
-            Chunk(0, (0,) * tokens, prior, pages[: spec.pages_for(prior + tokens)], spec.max_rows, True, greedy)
+            Chunk(0, (0,) * tokens, prior, next(held), self.spec.max_rows, True, greedy)
             for tokens, prior in probe.chunks
         ]
         n = len(probe.contexts)
@@ -279,7 +279,7 @@ class Instance:
             np.arange(n, dtype=np.int32),
             np.zeros(n, np.int32),
             np.array(probe.contexts, np.int32) - 1,
-            np.stack([table_of(pages[: spec.pages_for(context)], width) for context in probe.contexts]),
+            np.stack([table_of(pages, width) for pages in held]),
             np.tile(sampling_words(greedy), (n, 1)),
         )
         return chunks, rows

@@ -330,7 +330,7 @@ class Lane:
 
     def reported(self, event: IterationDone) -> Flight:
         """Takes the iteration, or the steps of a run, that an event reports out of flight."""
-        flight = self.in_flight.reported(event)
+        flight = self.in_flight.reported(event, self._desk.now)
         self._reported = True
         self._desk.stirred.add(self.spec.index)
         self._catch_up()

@@ -104,6 +104,11 @@ class Latency(Protocol):
         while it is computed. Policies do not count on it, as little as on what else serving costs (`Correction`)."""
         return 0.0
 
+    def report_s(self) -> float:
+        """How long after its end the controller hears of a pass behind which another one follows at once. Policies do
+        not count on it."""
+        return 0.0
+
     def prefill_s(self, spec: InstanceSpec, tokens: int, prior: int = 0) -> float:
         """To prefill `tokens` tokens after `prior`, alone, in chunks of spec.max_chunk."""
         total = 0.0
@@ -129,6 +134,7 @@ class LatencyModel(Latency):
         shapes: (padded tokens, padded rows, seconds) of measured programs, ascending: constants that stand for the
             constant, the tokens' and the rows' part of `iteration` where they are known.
         streaming: of `streaming_s`: seconds of a part, and of a token.
+        reporting: of `report_s`.
     """
 
     iteration: tuple[float, float, float, float, float, float] = (5e-3, 1e-3, 1e-7, 2e-3, 1e-6, 0.0)
@@ -137,6 +143,7 @@ class LatencyModel(Latency):
     scale: tuple[float, float, float] = (1.0, 1.0, 1.0)
     shapes: tuple[tuple[int, int, float], ...] = ()
     streaming: tuple[float, float] = (0.0, 0.0)
+    reporting: float = 0.0
 
     def __hash__(self) -> int:
         return hash((self.iteration, self.scale))  # results are looked up by it with every decision: not all shapes
@@ -178,6 +185,9 @@ class LatencyModel(Latency):
     def streaming_s(self, parts: int, tokens: int) -> float:
         of_part, of_token = self.streaming
         return of_part * parts + of_token * tokens
+
+    def report_s(self) -> float:
+        return self.reporting
 
 
 def features(spec: InstanceSpec, load: Load) -> tuple[float, float, float, float, float]:
@@ -279,7 +289,9 @@ def fit(spec: InstanceSpec, samples: Iterable[tuple[Load, float]], base: Latency
     if sizes:
         shapes = tuple((T, B, seconds) for (T, B), seconds in zip(sizes, constants, strict=True))
         known = [shape for shape in shapes if shape[2] > 0]
-        constants = solve([[1.0, T, B] for T, B, _ in known], [seconds for *_, seconds in known])
+        constants = [0.0] * 3  # where what attends explains all that was measured, as with few and disturbed samples
+        if known:
+            constants = solve([[1.0, T, B] for T, B, _ in known], [seconds for *_, seconds in known])
     constant, a, c = constants
     return dataclasses.replace(base or LatencyModel(), iteration=(constant, a, b, c, d, e), shapes=shapes)
 

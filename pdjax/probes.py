@@ -1,6 +1,9 @@
 """Which passes a profile measures, and which others it is tried on. Enters: an instance's limits. Leaves: probes by
-name. Called by `pdjax.experiments.profile`. Pure arithmetic.
+name. Called by `pdjax.experiments.profile` and, for the pages of a pass, by `Instance.rehearse`. Pure arithmetic.
 """
+
+import itertools
+from collections.abc import Iterator
 
 from pdjax.latency import Probe
 from pdjax.messages import InstanceSpec
@@ -90,3 +93,11 @@ def held(spec: InstanceSpec, context: int) -> int:
     half a page more on the average."""
     page = spec.page_size
     return max(1, min(context // page * page + page // 2, spec.max_model_len))
+
+
+def pages(spec: InstanceSpec, probe: Probe) -> Iterator[tuple[int, ...]]:
+    """The pages of each prompt part with what is before it, then of each row. Each has its own, as those that are
+    served have: pages that all read would be in caches. Around where the pool is too small for all."""
+    free = itertools.cycle(range(1, 1 + spec.usable_pages))
+    for tokens in (*(tokens + prior for tokens, prior in probe.chunks), *probe.contexts):
+        yield tuple(itertools.islice(free, spec.pages_for(tokens)))

@@ -9,6 +9,7 @@ by `pdjax.experiments.profile` and `aot_profile`, which make profiles, and by th
 
 import dataclasses
 import functools
+import itertools
 import json
 import logging
 import math
@@ -22,6 +23,7 @@ from pdjax import codec
 from pdjax.latency import KINDS, LatencyModel, Load, Sample, fitted, kind, saturating_tokens, solve
 from pdjax.messages import InstanceSpec, Role
 from pdjax.models.config import ModelConfig
+from pdjax.record import IterationRecord, RequestRecord
 
 log = logging.getLogger("pdjax")
 
@@ -91,6 +93,7 @@ class Transfers:
         alpha_s, bytes_per_s: a whole transfer of n bytes takes alpha + n / bytes_per_s.
         stream_from: from how many prompt tokens on streamed KV is there earlier than whole KV; None: never.
         streaming: by how much a pass takes longer for every prompt part, and for every token, that is streamed.
+        reporting: how long after its end the controller hears of a pass behind which another one follows at once.
     """
 
     transport: str
@@ -99,6 +102,7 @@ class Transfers:
     stream_from: int | None
     samples: tuple[Moved, ...]
     streaming: tuple[float, float] = (0.0, 0.0)
+    reporting: float = 0.0
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -179,6 +183,7 @@ class Profile:
             transfer_alpha_s=moved.alpha_s,
             transfer_bytes_per_s=moved.bytes_per_s,
             streaming=moved.streaming,
+            reporting=moved.reporting,
         )
 
     def moved(self, transport: str = "") -> Transfers | None:
@@ -297,7 +302,7 @@ def points(spec: InstanceSpec, model: LatencyModel, name: str, samples: Sequence
     return Points(name, statistics.fmean(errors), max(errors), tuple(samples))
 
 
-def transfers_of(transport: str, samples: Sequence[Moved], max_model_len: int) -> Transfers:
+def transfers_of(transport: str, samples: Sequence[Moved], max_model_len: int, reporting: float = 0.0) -> Transfers:
     """Fits alpha and the bandwidth to whole transfers on relative error, and finds the streaming threshold.
 
     What streaming gains is the difference of the times to the second token, a line over the length of the prompt: it
@@ -313,7 +318,22 @@ def transfers_of(transport: str, samples: Sequence[Moved], max_model_len: int) -
         _threshold(samples, max_model_len),
         tuple(samples),
         _streaming(samples),
+        reporting,
     )
+
+
+def reporting_s(records: Iterable[RequestRecord], iterations: Iterable[IterationRecord]) -> float:
+    """How long after its end the controller hears of a pass behind which another one follows at once: the median over
+    first tokens. What computes keeps the core from those that report; where it does not, that is next to nothing. 0:
+    there was no such pass."""
+    ends: dict[str, tuple[IterationRecord, bool]] = {}  # by request: what computed its last tokens
+    passes = sorted(iterations, key=lambda one: (one.instance, one.started_s))
+    for one, other in itertools.zip_longest(passes, passes[1:]):
+        follows = other is not None and other.instance == one.instance and other.started_s <= one.finished_s
+        ends |= dict.fromkeys(one.requests, (one, follows))
+    firsts = [(record.timeline.token_s[0], *ends[record.request_id]) for record in records if record.timeline.token_s]
+    late = [max(0.0, time_s - one.finished_s) for time_s, one, follows in firsts if follows]
+    return statistics.median(late) if late else 0.0
 
 
 def _pairs(samples: Sequence[Moved]) -> list[tuple[Moved, Moved]]:

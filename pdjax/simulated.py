@@ -150,7 +150,9 @@ class SimulatedCluster:
     """Implements `Cluster` in virtual time; deterministic.
 
     A pass through a pipeline of stages starts as soon as the first stage is free, a decode step when the tokens of the
-    one before are there, too.
+    one before are there, too. Of a pass behind which another follows at once the controller hears later, as
+    `Latency.report_s` says: what computes keeps the core from those that report. So it hears of the steps of a run,
+    none of which is shorter than that.
 
     Args:
         specs: the instances.
@@ -186,6 +188,11 @@ class SimulatedCluster:
             else Shared(network, groups, self.now, self._later, self._arrive)
         )
         self._lost: set[int] = set()
+        self._report_s = [
+            model.report_s() if spec.max_in_flight > 1 else 0.0  # which waits to hear, nothing follows at once
+            for spec, model in zip(specs, latency, strict=True)
+        ]
+        self._heard_s = [-1.0] * len(self.specs)  # of each instance, when the last one that comes late does
 
     def now(self) -> float:
         return self._now
@@ -299,11 +306,13 @@ class SimulatedCluster:
                 self._wires.computing(self._transfers[chunk.stream], nbytes, started, end_s)
             self._at(end_s, lambda: self._finish(index, iteration, rows, started), rank=0)
             return
-        seconds = latency.steps_s(spec, load, iteration.steps)
+        seconds, late_s = latency.steps_s(spec, load, iteration.steps), self._report_s[index]
+        if late_s:
+            seconds = np.maximum(seconds, late_s)  # until it has heard of what ran before, only one more is issued
         run = _Run(iteration, started, seconds, list(stages.free_s), iteration.steps)
         self._runs[index] = run
         batch.step(run.steps)
-        self._at(started, lambda: RunStarted(index, iteration.number, tuple(run.ends)), rank=0)
+        self._at(started, lambda: RunStarted(index, iteration.number, tuple(at + late_s for at in run.ends)), rank=0)
         self._await_report(index, run)
 
     def _finish(self, index: int, iteration: Iteration, rows: list[int], started_s: float) -> Event | None:
@@ -317,7 +326,7 @@ class SimulatedCluster:
             if chunk.stream in self._transfers:
                 self._push(chunk.stream, len(chunk.tokens), started_s)
         last = [chunk.request for chunk in iteration.chunks if chunk.last]
-        return IterationDone(
+        done = IterationDone(
             instance=index,
             number=iteration.number,
             rows=None if row_tokens is None else tuple(zip(rows, row_tokens, strict=True)),
@@ -325,6 +334,16 @@ class SimulatedCluster:
             started_s=started_s,
             finished_s=self._now,
         )
+        return self._tell(done, self._report_s[index] if self._stages[index].started else 0.0)
+
+    def _tell(self, done: IterationDone, late_s: float) -> Event | None:
+        """The event, or None if it comes later; those of an instance come in order."""
+        last_s = self._heard_s[done.instance]
+        if not late_s and last_s < self._now:
+            return done
+        heard_s = self._heard_s[done.instance] = max(self._now + late_s, last_s)
+        self._at(heard_s, lambda: done, rank=0)
+        return None
 
     def _await_report(self, index: int, run: _Run) -> None:
         """The next report of a run comes when fewer steps than may be in flight are left, then with every step."""
@@ -340,14 +359,9 @@ class SimulatedCluster:
         if steps < run.steps:
             self._await_report(index, run)
         else:
-            stages = self._stages[index]
-            if stages.started == 1:  # otherwise what started behind it has seen to them
-                stages.free_s, stages.step_s = run.after()
-            del self._runs[index]
-            self._queues[index].popleft()
-            stages.started -= 1
-            self._start(index)
-        return IterationDone(index, run.iteration.number + steps - 1, None, (), started, self._now, steps=count)
+            self._end(index, run)
+        done = IterationDone(index, run.iteration.number + steps - 1, None, (), started, self._now, steps=count)
+        return self._tell(done, self._report_s[index])
 
     def _cut(self, cut: Cut) -> None:
         queue, run = self._queues[cut.instance], self._runs.get(cut.instance)
@@ -357,7 +371,19 @@ class SimulatedCluster:
         else:
             self._batches[cut.instance].step(steps - run.steps)
             run.steps, run.version = steps, run.version + 1
-            self._await_report(cut.instance, run)
+            if run.reported == steps:  # the last one has just ended, and is to be heard of later
+                self._end(cut.instance, run)
+            else:
+                self._await_report(cut.instance, run)
+
+    def _end(self, index: int, run: _Run) -> None:
+        stages = self._stages[index]
+        if stages.started == 1:  # otherwise what started behind it has seen to them
+            stages.free_s, stages.step_s = run.after()
+        del self._runs[index]
+        self._queues[index].popleft()
+        stages.started -= 1
+        self._start(index)
 
     def _push(self, key: int, tokens: int, started_s: float) -> None:
         """KV of more tokens is computed."""

@@ -24,6 +24,7 @@ Progress = Callable[[int, int, str], None]  # done, total, what
 _COMPILERS = 2  # threads: more gain nothing, tracing holds the interpreter
 _CONTEXT = 256  # tokens before a chunk, or of a row, in the samples that have a context
 _ROUNDS = 3  # in which a list of passes is measured
+_APART = 0.618  # of a list, between the places at which one instance and the next begin: none begins near another
 _SHORT_S = 0.1  # passes shorter than this are timed three times, others once, in a brief measurement
 _called: set[tuple[Any, ...]] = set()  # programs that jit has seen called
 _measured: dict[tuple[Any, ...], list[float]] = {}  # (kind of pass, probe) -> seconds of each
@@ -55,9 +56,12 @@ def warm_up(
     for done, (T, B) in enumerate(pairs, start=len(jobs)):
         report(done, total, f"call {T}+{B}")
         _call(instance, Probe(((T, 0),) if T else (), (1,) * B))
-    # One round after the other: a disturbance hits few of the times that a median is made of.
+    # One round after the other: a disturbance hits few of the times that a median is made of. Instances of a host that
+    # measure at the same time begin at different places: as in serving, a pass runs beside all sorts of others.
+    at = int(_APART * instance.spec.index % 1 * len(wanted))
+    order = [*wanted[at:], *wanted[:at]]
     for number in range(rounds):
-        for done, probe in enumerate(wanted, start=len(jobs) + len(pairs) + number * len(wanted)):
+        for done, probe in enumerate(order, start=len(jobs) + len(pairs) + number * len(wanted)):
             report(done, total, f"measure {probe.chunks or ''} {len(probe.contexts) or ''}".strip())
             _time(instance, probe, number, again=rounds == 1)
     report(total, total, "ready")

@@ -44,13 +44,13 @@ def test_one_that_takes_longer_than_expected_is_about_to_end_and_the_next_is_sti
 
 def test_the_second_begins_when_the_device_had_done_the_first_not_when_it_was_told():
     made = flights(3.0, 5.0)
-    made.reported(done(1, 2.0))
+    made.reported(done(1, 2.0), 2.0)
     assert left(made, 2.5) == 4.5
 
 
 def test_after_idling_time_counts_from_the_next_issue():
     made = flights(3.0)
-    made.reported(done(1, 3.0))
+    made.reported(done(1, 3.0), 3.0)
     assert left(made, 3.0) == left(made, 50.0) == 0.0
     made.add(Flight(Iteration(0, 2), {}, (), 1, ROWS, 4.0), 60.0)
     assert left(made, 61.0) == 3.0

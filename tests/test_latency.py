@@ -185,6 +185,13 @@ def test_fit_gives_no_negative_coefficient_and_keeps_the_transfer_constants():
     assert (fitted.transfer_alpha_s, fitted.transfer_bytes_per_s) == (7.0, 8.0)
 
 
+def test_fit_of_passes_that_grow_faster_than_their_contexts_leaves_nothing_for_their_sizes():
+    # By relative error, a: (8 a / 8, 40 a / 64) nearest to (1, 1). A disturbed pass of a quick model looks like this.
+    fitted = fit(SPEC, [(Load((), 1, 8, 8), 8.0), (Load((), 1, 40, 40), 64.0)])
+    assert fitted.shapes == ((0, 1, 0.0),)
+    assert fitted.iteration_s(SPEC, Load((), 1, 8, 8)) == pytest.approx(8 * (1 + 5 / 8) / (1 + 25 / 64))
+
+
 def test_fit_without_samples_is_refused():
     with pytest.raises(ValueError, match="samples is empty; allowed: at least one"):
         fit(SPEC, [])

@@ -59,3 +59,14 @@ def test_what_a_model_is_tried_on_was_not_measured(limits):
 def test_one_long_row_stands_among_short_ones_of_a_full_batch():
     for probe in probes.held_out(BOTH)["one long row among short ones"]:
         assert sorted(probe.contexts) == [64] * 31 + [1024]
+
+
+def test_prompts_and_rows_of_a_pass_have_pages_of_their_own():
+    limits = dataclasses.replace(BOTH, page_size=16, num_pages=9)
+    probe = probes.Probe(((20, 30), (5, 0)), (16, 17))
+    assert list(probes.pages(limits, probe)) == [(1, 2, 3, 4), (5,), (6,), (7, 8)]
+
+
+def test_pages_go_around_where_the_pool_is_too_small_for_all():
+    limits = dataclasses.replace(BOTH, page_size=16, num_pages=4)
+    assert list(probes.pages(limits, probes.Probe((), (30, 30)))) == [(1, 2), (3, 1)]

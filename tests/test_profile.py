@@ -11,6 +11,8 @@ from pdjax.latency import LatencyModel, Probe, Sample
 from pdjax.messages import Role
 from pdjax.models.config import ModelConfig
 from pdjax.profile import Estimate, Moved, Points, Profile, Transfers
+from pdjax.record import IterationRecord, RequestRecord, Timeline
+from pdjax.request import SLO, State
 from pdjax.testing import spec
 
 MODEL = ModelConfig(100, 16, 32, 2, 2, 1, 8)
@@ -28,7 +30,7 @@ PROBES = [Probe(((T, prior),)) for T in (32, 64) for prior in (0, 100)]
 PROBES += [Probe((), (context,) * B) for B in (1, 2, 4) for context in (1, 100)]
 PROBES += [Probe(((64, 0),), (1,) * 4), Probe((), (1, 100))]
 KIND = profile.kind_of(SPEC, map(sample, PROBES), [("others", [sample(Probe(((40, 0),)), 2.0)])])
-TRANSFERS = Transfers("mpi", 0.5, 100.0, 48, (Moved(64, 300, False, 3.5, 9.0),))
+TRANSFERS = Transfers("mpi", 0.5, 100.0, 48, (Moved(64, 300, False, 3.5, 9.0),), reporting=0.25)
 PROFILE = Profile(profile.VERSION, "tiny", MODEL, "float32", "abacus", (KIND,), (TRANSFERS,))
 
 
@@ -78,7 +80,7 @@ def test_a_prompt_and_a_decode_step_take_what_the_model_says():
 
 def test_instances_get_the_fitted_model_with_the_transfers_of_their_transport(path):
     small = dataclasses.replace(SPEC, index=1, role=Role.DECODE, max_chunk=0, chunk_buckets=(), num_pages=9)
-    expected = dataclasses.replace(KIND.latency, transfer_alpha_s=0.5, transfer_bytes_per_s=100.0)
+    expected = dataclasses.replace(KIND.latency, transfer_alpha_s=0.5, transfer_bytes_per_s=100.0, reporting=0.25)
     assert models(path, (SPEC, small)) == (expected, expected)
 
 
@@ -165,6 +167,26 @@ def test_streaming_pays_from_where_the_second_token_is_there_earlier(whole, expe
     made = profile.transfers_of("mpi", [*moves((100, whole[0], 6.0), (200, whole[1], 6.0))], max_model_len=1000)
     assert made.stream_from == expected
     assert (made.alpha_s, made.bytes_per_s) == (pytest.approx(1.0), pytest.approx(1000.0))
+
+
+def test_how_late_the_controller_hears_of_passes_behind_which_another_follows():
+    def one(instance, started_s, finished_s, *requests):
+        return IterationRecord(instance, 1, 8, 0, started_s, finished_s, requests)
+
+    passes = [
+        one(0, 0.0, 1.0, "a", "long"),
+        one(0, 1.0, 2.0, "b", "long"),
+        one(0, 2.0, 3.0, "c"),
+        one(0, 3.5, 4.0, "d"),  # nothing follows c at once, nor d
+        one(1, 0.0, 3.5, "e"),
+    ]
+    first_s = {"a": 1.25, "long": 2.5, "b": 2.25, "c": 3.75, "d": 4.75, "e": 9.0}
+    records = [
+        RequestRecord(name, 8, (1, 2), State.FINISHED, "length", SLO(), Timeline(0.0, token_s=[at_s, at_s + 1.0]))
+        for name, at_s in first_s.items()
+    ]
+    assert profile.reporting_s(records, reversed(passes)) == 0.25  # the median of a, long and b
+    assert profile.reporting_s(records[4:], passes) == 0.0
 
 
 def test_a_streamed_prompt_takes_longer_by_its_passes_and_its_tokens():

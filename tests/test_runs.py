@@ -25,11 +25,14 @@ POLICIES = {
 }
 
 
-def play(policy, max_steps, seed, *, pages=65, in_flight=2, rate=40.0, aborts=0.0, lost=False, requests=25, pp=1):
+def play(
+    policy, max_steps, seed, *, pages=65, in_flight=2, rate=40.0, aborts=0.0, lost=False, requests=25, pp=1, late_s=0.0
+):
     """The records of a random workload, and how many iterations were issued."""
     make, roles = POLICIES[policy]
     specs = [spec(i, role, num_pages=pages, max_in_flight=in_flight, pp=pp) for i, role in enumerate(roles)]
-    world = World(specs, make(), LATENCY, machine=lambda _: Timing(), max_steps=max_steps)
+    latency = dataclasses.replace(LATENCY, reporting=late_s)
+    world = World(specs, make(), latency, machine=lambda _: Timing(), max_steps=max_steps)
     rng, time_s, issued = random.Random(seed), 0.0, 0
     for number in range(requests):
         time_s += rng.expovariate(rate)
@@ -87,6 +90,24 @@ def test_aborts_deadlines_and_full_pools_in_the_middle_of_a_run_change_nothing(p
 @given(seed=st.integers(0, 10**6))
 def test_a_lost_instance_in_the_middle_of_a_run_changes_nothing(seed):
     same("streamed", seed, lost=True)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@settings(max_examples=4, deadline=None)
+@given(
+    seed=st.integers(0, 10**6),
+    in_flight=st.integers(1, 4),
+    max_steps=st.sampled_from([1, 10**6]),
+    late_s=st.sampled_from([1e-4, 2e-3, 3e-2]),
+    aborts=st.sampled_from([0.0, 0.4]),
+)
+def test_passes_that_are_heard_of_late_lose_no_request_and_no_token(policy, seed, in_flight, max_steps, late_s, aborts):
+    records, _ = play(policy, max_steps, seed, in_flight=in_flight, late_s=late_s, aborts=aborts)
+    assert len(records) == 25
+    for record in records.values():
+        marks = record.timeline.token_s
+        assert list(marks) == sorted(marks) and len(marks) == len(record.token_ids)
+        assert record.state is State.FINISHED or aborts
 
 
 def test_the_loss_of_an_instance_finds_requests_that_are_about_to_wait_again():

@@ -1,7 +1,9 @@
 """The simulated cluster: its clock, its order, its links."""
 
+import dataclasses
+
 from pdjax.latency import LatencyModel
-from pdjax.messages import Chunk, Iteration, IterationDone, Join, Role, StartTransfer, Tick, TransferDone
+from pdjax.messages import Chunk, Iteration, IterationDone, Join, Role, RunStarted, StartTransfer, Tick, TransferDone
 from pdjax.request import SamplingParams
 from pdjax.schedulers import Disaggregated
 from pdjax.simulated import SimulatedCluster, Timing
@@ -52,6 +54,50 @@ def test_a_decode_step_waits_for_the_tokens_of_the_one_before():
     sim.submit(Iteration(0, 2, decode=True))
     sim.submit(Iteration(0, 3, (CHUNK,)))
     assert spans(sim) == [(0.0, 1.0), (1.0, 2.0), (1.5, 2.5)]
+
+
+def late(seconds: float = 0.25, in_flight: int = 2) -> SimulatedCluster:
+    model = dataclasses.replace(ONE_SECOND, reporting=seconds)
+    return SimulatedCluster([spec(0, Role.MIXED, max_in_flight=in_flight)], [model])
+
+
+def heard(sim: SimulatedCluster) -> list[tuple[int, float, float]]:
+    """(number, when it ended, when it was heard of) of what is reported."""
+    events = iter(lambda: sim.next_event(None), None)
+    return [(event.number, event.finished_s, sim.now()) for event in events if isinstance(event, IterationDone)]
+
+
+def test_a_pass_is_heard_of_late_while_another_one_runs_and_at_once_where_none_follows():
+    sim = late()
+    for number in (1, 2):
+        sim.submit(Iteration(0, number, (CHUNK,)))
+    assert heard(sim) == [(1, 1.0, 1.25), (2, 2.0, 2.0)]
+
+
+def test_passes_are_heard_of_in_order():
+    sim = late(1.75)  # the second one ends before the first is heard of
+    for number in (1, 2):
+        sim.submit(Iteration(0, number, (CHUNK,)))
+    assert heard(sim) == [(1, 1.0, 2.75), (2, 2.0, 2.75)]
+
+
+def test_steps_of_a_run_are_heard_of_late():
+    sim = late()
+    sim.submit(Iteration(0, 1, joins=(Join(0, 0, 2, (1,), 5, SamplingParams()),), decode=True, steps=3))
+    assert sim.next_event(None) == RunStarted(0, 1, (1.25, 2.25, 3.25))
+    assert heard(sim) == [(2, 2.0, 2.25), (3, 3.0, 3.25)]
+
+
+def test_no_step_of_a_run_is_shorter_than_it_takes_to_hear_of_one():
+    sim = late(2.0)  # the next but one is asked for when one has been heard of
+    sim.submit(Iteration(0, 1, joins=(Join(0, 0, 2, (1,), 5, SamplingParams()),), decode=True, steps=2))
+    assert sim.next_event(None) == RunStarted(0, 1, (4.0, 6.0))
+
+
+def test_an_instance_that_waits_to_hear_of_its_pass_is_heard_at_once():
+    sim = late(in_flight=1)
+    sim.submit(Iteration(0, 1, joins=(Join(0, 0, 2, (1,), 5, SamplingParams()),), decode=True, steps=2))
+    assert sim.next_event(None) == RunStarted(0, 1, (1.0, 2.0))
 
 
 def test_instances_run_at_the_same_time():

@@ -12,9 +12,9 @@ from pdjax.latency import Probe, Sample
 class Replica:
     """An instance with one decode pass, which counts how often that is run."""
 
-    def __init__(self, alone):
+    def __init__(self, alone, index=0):
         self.alone, self.passes = alone, 0
-        self.spec = types.SimpleNamespace(max_model_len=1, page_size=4)
+        self.spec = types.SimpleNamespace(index=index, max_model_len=1, page_size=4)
         self.buckets = types.SimpleNamespace(chunks=(), rows=(1,), pairs=((0, 1),))
 
     def programs(self):
@@ -53,3 +53,15 @@ def test_passes_that_are_asked_for_are_measured_in_three_rounds(monkeypatch):
     one, two = Probe((), (1,)), Probe((), (9,))
     assert warmup.warm_up(replica, probes=(one, two)) == [Sample(one, 1.0), Sample(two, 1.0)]
     assert order == [one, *(one, two) * 3]  # called once before
+
+
+def test_instances_that_measure_at_the_same_time_measure_different_passes(monkeypatch):
+    monkeypatch.setattr(warmup, "time", types.SimpleNamespace(perf_counter=itertools.count().__next__))
+    asked, orders = [Probe((), (context,)) for context in range(1, 9)], []
+    for index in range(3):
+        replica, order = Replica(alone=False, index=index), []
+        replica.rehearse = lambda probe, order=order: order.append(probe) or types.SimpleNamespace(wait=lambda: None)
+        assert [sample.probe for sample in warmup.warm_up(replica, probes=asked)] == asked
+        orders.append(order[-len(asked) :])
+        assert sorted(orders[-1], key=asked.index) == asked
+    assert all(len(set(beside)) == 3 for beside in zip(*orders, strict=True))
