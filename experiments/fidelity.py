@@ -3,10 +3,11 @@ rates and under several schedulers. Flags enter; a table, summary.json, the requ
 leave. Run as `python -m pdjax.experiments.fidelity [--profile=profile/profile.json]`.
 
 The simulator has the engine's instances, limits and policies, and what passes and transfers take by the profile;
-without one it is measured first (with --quick, by the warm-up). A shared machine is soon another than that; how
-much is told by requests in front of those that are judged, and behind them. What comes of passes at that speed
-(`gauge`), and of passes as they were, is simulated as well, so that errors of the simulator can be told from those of
-the profile. Nothing is fitted to what is compared, and latency models are not corrected while serving (--correct).
+without one it is measured first (with --quick, by the warm-up). That is of passes alone; how much longer they take
+while this policy serves, on a shared machine that is soon another, is told by requests in front of those that are
+judged: with that the judged ones are predicted. Simulated as well is what comes of the profile alone, of passes as they
+took in front and behind, and of passes as they were, so that errors of the simulator can be told from those of what it
+is given. Nothing is fitted to what is compared, and latency models are not corrected while serving (--correct).
 Rates are those at which the simulated attainment is TARGETS; where the real one is out of `fidelity_tables.BAND`, up to
 EXTRA more are played. With --simulate=1.05 there is no engine: its place is taken by instances in virtual time that are
 so many times as slow as the profile says.
@@ -27,6 +28,7 @@ from pdjax.experiments import fidelity_tables, flags, launcher, measured, predic
 from pdjax.experiments import profile as profiling
 from pdjax.experiments.compare_tables import COMPARED
 from pdjax.experiments.fidelity_runs import (
+    ATTEMPTS,
     EXTRA,
     QUICK_REQUESTS,
     QUICK_WORKLOAD,
@@ -55,7 +57,7 @@ SIMULATE = absl_flags.DEFINE_float(
     upper_bound=10.0,
 )
 QUICK = absl_flags.DEFINE_bool(
-    "quick", False, "Fewer requests of half the lengths, and no run besides those of the targets: under 10 minutes."
+    "quick", False, "Fewer requests of half the lengths, each rate once and no others: under 10 minutes."
 )
 
 
@@ -110,7 +112,8 @@ def main(argv: list[str]) -> None:
     console = launcher.console()
 
     def plan_of(virtual: Virtual) -> Course:
-        return course(virtual, kind, count, flags.SEED.value, 0 if quick else EXTRA)
+        extra, attempts = (0, 1) if quick else (EXTRA, ATTEMPTS)
+        return course(virtual, kind, count, flags.SEED.value, extra, attempts)
 
     if SIMULATE.value is not None:
         plan = plan_of(predictions.profiled(first, source.resolve(first.model).config))

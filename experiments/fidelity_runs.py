@@ -1,9 +1,9 @@
 """What `fidelity` plays: the same requests on engines and in virtual time, at several rates. Configurations and a
 workload enter, `pdjax.experiments.fidelity_tables.Point`s leave. Called by `fidelity`; knows no flags.
 
-Requests in front of those that are judged, and behind them, tell how fast the machine was (`gauge`). What is simulated
-by the profile is simulated again with passes that take so many times as long; the policy still believes the profile, as
-that of the engine does.
+The profile knows passes alone, of some minutes ago. How long they take while this policy serves, now, is told by
+requests in front of those that are judged (`gauge`), per instance and kind of pass: with that, the judged ones are
+predicted. The policy believes the profile alone, as that of the engine does.
 """
 
 import dataclasses
@@ -34,7 +34,7 @@ EXTRA = 2  # runs per scheduler, besides those of the targets
 STEP = 1.25  # from one rate to the next where all real attainments lie on one side
 SLOWNESS = 1.03  # the table says what passes that take so much longer would do
 MARGIN = 0.3  # of the requests that are judged: so many more in front of them, and behind
-ATTEMPTS = 2  # at a run during which the machine changed; the last one counts
+ATTEMPTS = 3  # at a run
 
 Real = Callable[[str, Workload], Report]  # serves it, under a name
 
@@ -49,6 +49,7 @@ class Course:
         slo: of every request.
         count, seed: of the requests of each run that are judged.
         extra: runs of a scheduler besides those of the targets.
+        attempts: at a run during which the machine changed; the one in which it did least counts.
         guess: requests per second that one instance prefills.
     """
 
@@ -58,6 +59,7 @@ class Course:
     count: int
     seed: int
     extra: int
+    attempts: int
     guess: float
 
     @property
@@ -72,11 +74,11 @@ class Course:
         return records[self.margin : self.margin + self.count]
 
 
-def course(virtual: Virtual, kind: str, count: int, seed: int, extra: int) -> Course:
+def course(virtual: Virtual, kind: str, count: int, seed: int, extra: int, attempts: int) -> Course:
     """With limits in multiples of what an idle instance takes."""
     idle = predictions.limits(virtual, kind)[1]
     slo = SLO(ttft_ms=1e3 * LIMITS.ttft * idle["prefill_s"], tpot_ms=1e3 * LIMITS.tpot * idle["step_s"])
-    return Course(virtual, kind, slo, count, seed, extra, goodput.rounded(1 / idle["prefill_s"]))
+    return Course(virtual, kind, slo, count, seed, extra, attempts, goodput.rounded(1 / idle["prefill_s"]))
 
 
 def slowed(virtual: Virtual, times: float) -> Virtual:
@@ -137,12 +139,13 @@ def compare(plan: Course, config: EngineConfig, first: Sequence[float], real: Re
 def point(plan: Course, config: EngineConfig, rate: float, real: Real) -> Point:
     """Serves one workload for real, again where the machine changed meanwhile, and in virtual time."""
     asked, name = plan.workload(rate), f"{config.scheduler}-rate{rate:g}"
-    for attempt in range(1, ATTEMPTS + 1):
-        run = real(name, asked)
-        before, after = gauge.around(run, plan.margin)
-        drift = gauge.drift(before, after)
-        if gauge.steady(drift) or attempt == ATTEMPTS:
-            break
+    runs: list[Report] = []
+    unrest: list[float] = []
+    while len(runs) < plan.attempts and min(unrest, default=math.inf) > gauge.DRIFT:
+        runs.append(real(name, asked))
+        unrest.append(gauge.unrest(gauge.drift(*gauge.around(runs[-1], plan.margin))))
+    run = runs[unrest.index(min(unrest))]
+    before, after = gauge.around(run, plan.margin)
 
     def virtual(known: gauge.Passes) -> Virtual:
         scales = gauge.scales(known, len(run.specs))
@@ -156,13 +159,14 @@ def point(plan: Course, config: EngineConfig, rate: float, real: Real) -> Point:
         config.scheduler,
         rate,
         side_of(plan.judged(run.records)),
-        side(plan.virtual),
-        slower=side(slowed(plan.virtual, SLOWNESS)).attainment,
-        at_speed=side(virtual([*before, *after])).attainment,
+        side(virtual(before)),
+        slower=side(slowed(virtual(before), SLOWNESS)).attainment,
+        by_profile=side(plan.virtual).attainment,
+        around=side(virtual([*before, *after])).attainment,
         as_it_was=side(virtual(run.iterations)).attainment,
         bias={kind: told[kind]["bias"] for kind in KINDS},
-        drift=drift,
-        attempts=attempt,
+        drift=gauge.drift(before, after),
+        attempts=len(runs),
     )
 
 

@@ -19,7 +19,7 @@ from pdjax.record import RequestRecord
 BAND = (0.25, 0.95)  # attainments at which a system is neither idle nor overrun
 MEAN_BAR, MAX_BAR = 3.0, 8.0  # points of attainment that the two sides may differ by
 PERCENTS = (50, 90)
-OTHERS = ("at_speed", "as_it_was")  # what else is simulated: attainments of `Point`
+OTHERS = ("by_profile", "around", "as_it_was")  # what else is simulated: attainments of `Point`
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -41,10 +41,11 @@ class Point:
 
     Attributes:
         rate: requests per second.
-        simulated: by the profile.
+        simulated: by the profile, with passes as slow as those in front of the judged requests (`gauge`): a prediction.
         slower: attainment in virtual time if all passes took a few percent longer: what such an error of the latency
             model does here.
-        at_speed: the same with passes as slow as those in front of the judged requests and behind them (`gauge`).
+        by_profile: the same with passes as the profile alone has them.
+        around: the same with passes as slow as those in front of the judged requests and behind them.
         as_it_was: the same with passes as slow as all of the real run were, the judged requests' as well.
         bias: by kind of pass, the mean of predicted / real - 1 of the real run; None: there were none. Above 0 the
             machine was faster than its profile.
@@ -57,7 +58,8 @@ class Point:
     real: Side
     simulated: Side
     slower: float
-    at_speed: float
+    by_profile: float
+    around: float
     as_it_was: float
     bias: Mapping[str, float | None]
     drift: Mapping[str, float]
@@ -103,7 +105,7 @@ def side_of(records: Sequence[RequestRecord]) -> Side:
 
 def errors(points: Sequence[Point], name: str = "") -> tuple[float, float] | None:
     """(mean, largest) of |simulated - real attainment| over the points that count, in points; None without such.
-    `name`: of another attainment of `Point` than that by the profile."""
+    `name`: of another attainment of `Point` than that of `simulated`."""
     counted = [point for point in points if point.counts]
     found = [
         abs(point.error) if not name else 100 * abs(getattr(point, name) - point.real.attainment) for point in counted
@@ -166,8 +168,7 @@ def _line(point: Point) -> dict[str, Any]:
         "error_points": point.error,
         "judged_alike": point.alike,
         "simulated_slower": point.slower,
-        "simulated_at_speed": point.at_speed,
-        "simulated_as_it_was": point.as_it_was,
+        **{f"simulated_{name}": getattr(point, name) for name in OTHERS},
         "pass_bias": dict(point.bias),
         "drift": dict(point.drift),
         "attempts": point.attempts,
@@ -175,8 +176,8 @@ def _line(point: Point) -> dict[str, Any]:
 
 
 def table(points: Sequence[Point], slowness: float) -> Table:
-    """Real beside simulated, a row per point. At its speed, as it was: how many points off those are. `slowness`: of
-    `Point.slower`; passes and drift: of prefill, decode and mixed ones."""
+    """Real beside simulated, a row per point. By profile, around, as it was: how many points off those are. `slowness`:
+    of `Point.slower`; passes and drift: of prefill, decode and mixed ones."""
     shown = Table(title="requests that keep their limits, real / simulated", title_justify="left")
     shown.add_column("")
     headers = (
@@ -184,7 +185,8 @@ def table(points: Sequence[Point], slowness: float) -> Table:
         "attainment, %",
         "points",
         "alike",
-        "at its speed",
+        "by profile",
+        "around",
         "as it was",
         f"{slowness - 1:.0%} slower",
         "passes, %",
@@ -205,7 +207,7 @@ def table(points: Sequence[Point], slowness: float) -> Table:
             f"{100 * point.real.attainment:.1f} / {100 * point.simulated.attainment:.1f}",
             f"{point.error:+.1f}" if point.counts else f"({point.error:+.1f})",
             f"{point.alike:.0%}",
-            *(f"{100 * (other - point.real.attainment):+.1f}" for other in (point.at_speed, point.as_it_was)),
+            *(f"{100 * (getattr(point, name) - point.real.attainment):+.1f}" for name in OTHERS),
             f"{100 * (point.slower - point.simulated.attainment):+.1f}",
             " | ".join("-" if bias is None else f"{100 * bias:+.0f}" for bias in point.bias.values()),
             " | ".join(f"{100 * point.drift[kind]:+.0f}" if kind in point.drift else "-" for kind in point.bias),
@@ -226,13 +228,13 @@ def verdict(found: dict[str, Any]) -> str:
     if found["mean_abs_error_points"] is None:
         return f"No attainment lies within {BAND[0]:.0%} and {BAND[1]:.0%}: other rates are needed."
     few = [name for name, count in found["points_within_band"].items() if count < found["bars"]["points_within_band"]]
-    speed, was = (found["abs_error_points_with"][name] for name in OTHERS)
+    alone, around, was = (found["abs_error_points_with"][name] for name in OTHERS)
     return (
         f"Simulated attainment is {found['mean_abs_error_points']:.1f} points off in the mean (bar {MEAN_BAR:g}) and "
         f"{found['max_abs_error_points']:.1f} at most (bar {MAX_BAR:g}): {'ok' if found['ok'] else 'not ok'}"
         + (f"; too few points within {BAND[0]:.0%} and {BAND[1]:.0%}: {', '.join(few)}" if few else "")
-        + f". At the speed that requests in front and behind had: {speed['mean']:.1f} and {speed['max']:.1f}; with "
-        f"passes as they were: {was['mean']:.1f} and {was['max']:.1f}."
+        + f". By the profile alone: {alone['mean']:.1f} and {alone['max']:.1f}; with passes as those in front and "
+        f"behind: {around['mean']:.1f} and {around['max']:.1f}; as all were: {was['mean']:.1f} and {was['max']:.1f}."
     )
 
 

@@ -2,8 +2,9 @@
 changed from begin to end, leave. Called by `fidelity_runs`.
 
 A shared machine is not as fast as a minute ago, and passes take longer beside all that serving does than alone, as a
-profile has them. Requests in front of those that count, and behind them, show how much: only their passes are looked
-at. Where these disagree the machine changed meanwhile, and the run says little, whatever came of it.
+profile has them. Requests in front of those that count show how much, before anything that counts is served; others
+behind show whether it is still so: only their passes are looked at. Where these disagree the machine changed meanwhile,
+and the run says little, whatever came of it.
 """
 
 import dataclasses
@@ -14,7 +15,7 @@ from pdjax.messages import InstanceSpec
 from pdjax.record import IterationRecord
 from pdjax.report import Report
 
-DRIFT = 0.05  # of the passes of a kind, from those in front to those behind: more is not steady
+DRIFT = 0.03  # of the passes of a kind, from those in front to those behind: more is not steady
 LEAST_S = 1.0  # of passes that tell how fast they are
 
 Scale = tuple[float, float, float]  # by KINDS: how many times as long as predicted
@@ -62,8 +63,9 @@ def drift(before: Passes, after: Passes) -> dict[str, float]:
     return found
 
 
-def steady(drifts: Mapping[str, float]) -> bool:
-    return all(abs(each) <= DRIFT for each in drifts.values())
+def unrest(drifts: Mapping[str, float]) -> float:
+    """The largest of them, whatever its sign."""
+    return max(map(abs, drifts.values()), default=0.0)
 
 
 def scaled(

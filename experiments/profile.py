@@ -8,6 +8,7 @@ passes that it was not fitted to. Flags enter; tables, profile.json, summary.jso
 programs, so one profile serves every scheduler with chunks of at most this size and as many rows.
 """
 
+import itertools
 import logging
 import math
 import random
@@ -97,9 +98,9 @@ def measure(config: EngineConfig, policy: Apart, console: Console) -> profile.Pr
                 )
             )
         moved: list[profile.Moved] = []
-        for policy.streams in (False, True):
-            points = kv_times.measure(engine, asked, REPEATS.value, flags.SEED.value, found.config.vocab_size)
-            moved += [_moved(point, policy.streams, engine.specs[0].max_chunk) for point in points]
+        for tokens, policy.streams in itertools.product(asked, (False, True)):  # compared: right after each other
+            (point,) = kv_times.measure(engine, [tokens], REPEATS.value, flags.SEED.value, found.config.vocab_size)
+            moved.append(_moved(point, policy.streams, engine.specs[0].max_chunk))
         policy.streams, limit = False, engine.specs[0].max_model_len
         late_s = _reporting(engine, found.config.vocab_size)
         return profile.Profile(

@@ -19,7 +19,7 @@ from pdjax.models.presets import PRESETS
 MODEL = LatencyModel((0.01, 0.001, 0.0, 0.002, 0.0, 0.0))
 CONFIG = EngineConfig(model="tiny", scheduler="colocated", max_model_len=512, prefill_chunk=64)
 VIRTUAL = Virtual(CONFIG, PRESETS["tiny"], lambda spec: MODEL)
-PLAN = fidelity.course(VIRTUAL, "uniform:32-96,4-12", count=30, seed=0, extra=2)
+PLAN = fidelity.course(VIRTUAL, "uniform:32-96,4-12", count=30, seed=0, extra=2, attempts=3)
 BIAS = {"prefill": 0.01, "decode": -0.02, "mixed": None}
 DRIFT = {"decode": 0.03}
 
@@ -29,7 +29,7 @@ def side(met: int, of: int = 100, ttft: float = 100.0, tpot: float = 10.0) -> Si
 
 
 def point(real: int, simulated: int, scheduler: str = "colocated") -> Point:
-    virtual = {"slower": 0.0, "at_speed": (real + 1) / 100, "as_it_was": real / 100}
+    virtual = {"slower": 0.0, "by_profile": (real + 2) / 100, "around": (real + 1) / 100, "as_it_was": real / 100}
     return Point(scheduler, 1.0, side(real), side(simulated), **virtual, bias=BIAS, drift=DRIFT)
 
 
@@ -55,8 +55,10 @@ def test_without_a_point_that_counts_there_is_no_error() -> None:
 def test_errors_at_another_speed_are_told_beside() -> None:
     found = fidelity_tables.summary([point(70, 60), point(50, 45), point(99, 98)], needed=2)
     assert found["mean_abs_error_points"] == pytest.approx(7.5)  # the last does not count
-    assert found["abs_error_points_with"]["at_speed"] == pytest.approx({"mean": 1.0, "max": 1.0})
-    assert "had: 1.0 and 1.0; with passes as they were: 0.0 and 0.0" in fidelity_tables.verdict(found)
+    assert found["abs_error_points_with"]["around"] == pytest.approx({"mean": 1.0, "max": 1.0})
+    assert found["abs_error_points_with"]["by_profile"] == pytest.approx({"mean": 2.0, "max": 2.0})
+    assert "alone: 2.0 and 2.0; with passes as those in front" in fidelity_tables.verdict(found)
+    assert "behind: 1.0 and 1.0; as all were: 0.0 and 0.0" in fidelity_tables.verdict(found)
 
 
 def test_both_bars_and_enough_points_are_needed() -> None:
@@ -85,8 +87,8 @@ def test_the_table_shows_both_sides() -> None:
     cells = [list(column.cells) for column in table.columns]
     assert cells[2] == ["70.0 / 66.0", "99.0 / 98.0"]
     assert cells[3] == ["-4.0", "(-1.0)"]  # in brackets: does not count
-    assert (cells[5], cells[6]) == (["+1.0", "+1.0"], ["+0.0", "+0.0"])  # at its speed, and as it was
-    assert (cells[8], cells[9]) == (["+1 | -2 | -"] * 2, ["- | +3 | -"] * 2)
+    assert cells[5:8] == [["+2.0"] * 2, ["+1.0"] * 2, ["+0.0"] * 2]  # by the profile, around, and as it was
+    assert (cells[9], cells[10]) == (["+1 | -2 | -"] * 2, ["- | +3 | -"] * 2)
 
 
 def test_where_all_real_attainments_lie_on_one_side_another_rate_is_tried() -> None:
@@ -105,16 +107,19 @@ def test_limits_are_multiples_of_what_an_idle_instance_takes() -> None:
 def test_the_same_latencies_give_the_same_attainment(scheduler: str) -> None:
     config = dataclasses.replace(CONFIG, scheduler=scheduler)
     found = fidelity.point(PLAN, config, 5.0, fidelity.in_virtual_time(VIRTUAL, config))
-    assert found.real == found.simulated and found.real.attainment == found.at_speed == found.as_it_was
+    assert found.real == found.simulated
+    assert found.real.attainment == found.by_profile == found.around == found.as_it_was
     assert found.alike == 1.0 and found.attempts == 1
 
 
 def test_how_slow_a_machine_is_is_told_by_requests_that_are_not_judged() -> None:
     slow = fidelity.in_virtual_time(fidelity.slowed(VIRTUAL, 1.5), CONFIG)
     found = fidelity.point(PLAN, CONFIG, 8.0, slow)
-    assert found.error > 0 and found.simulated.attainment > found.slower
-    assert found.real.attainment == found.at_speed == found.as_it_was
-    assert found.real.ttft_ms > found.simulated.ttft_ms and found.real.tpot_ms > found.simulated.tpot_ms
+    assert found.by_profile > found.real.attainment > found.slower
+    assert found.real.attainment == found.around == found.as_it_was
+    assert found.real.met == found.simulated.met
+    assert found.real.ttft_ms == pytest.approx(found.simulated.ttft_ms)
+    assert found.real.tpot_ms == pytest.approx(found.simulated.tpot_ms)
     assert found.bias["prefill"] == pytest.approx(1 / 1.5 - 1)  # the policy believes the profile
 
 
@@ -137,22 +142,41 @@ def test_requests_in_front_and_behind_are_not_judged() -> None:
     assert list(PLAN.judged(records)) == records[PLAN.margin : -PLAN.margin]
 
 
-def test_a_run_is_repeated_once_where_the_machine_changed(monkeypatch) -> None:
-    monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
+def late_by(times: float):
+    """A machine on which the passes behind the judged requests take so many times as long."""
     play = fidelity.in_virtual_time(VIRTUAL, CONFIG)
 
-    def slower_in_the_end(name, asked):
+    def real(name, asked):
         run = play(name, asked)
         end_s = max(record.timeline.finished_s for record in PLAN.judged(run.records))
-        late = [
-            dataclasses.replace(one, finished_s=1.1 * one.finished_s - 0.1 * one.started_s) for one in run.iterations
+        kept = [
+            dataclasses.replace(one, finished_s=one.started_s + times * (one.finished_s - one.started_s))
+            if one.started_s >= end_s
+            else one
+            for one in run.iterations
         ]
-        kept = [after if one.started_s >= end_s else one for one, after in zip(run.iterations, late, strict=True)]
         return dataclasses.replace(run, iterations=kept)
 
-    found = fidelity.point(PLAN, CONFIG, 5.0, slower_in_the_end)
-    assert found.attempts == fidelity.ATTEMPTS == 2
-    assert found.drift["prefill"] == pytest.approx(0.1)
+    return real
+
+
+def test_of_runs_in_which_the_machine_changed_the_steadiest_counts(monkeypatch) -> None:
+    monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
+    runs = iter([late_by(1.1), late_by(1.05), late_by(1.2)])
+    found = fidelity.point(PLAN, CONFIG, 5.0, lambda name, asked: next(runs)(name, asked))
+    assert found.attempts == PLAN.attempts == 3
+    assert found.drift["prefill"] == pytest.approx(0.05)
+
+
+def test_runs_that_are_alike_are_not_played_for_ever(monkeypatch) -> None:
+    monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
+    assert fidelity.point(PLAN, CONFIG, 5.0, late_by(1.1)).attempts == 3
+
+
+def test_a_run_in_which_the_machine_was_steady_is_the_last(monkeypatch) -> None:
+    monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
+    runs = iter([late_by(1.1), late_by(1.01)])
+    assert fidelity.point(PLAN, CONFIG, 5.0, lambda name, asked: next(runs)(name, asked)).attempts == 2
 
 
 def test_rates_are_those_of_the_targets() -> None:

@@ -34,4 +34,5 @@ def test_drift_is_that_of_all_instances() -> None:
     same = [iteration("prefill", 2.0, 2.0, instance=1), iteration("decode", 5.0, 4.0)]
     found = gauge.drift([iteration("prefill", 2.0, 2.0), *same], [iteration("prefill", 2.1, 2.0), *same])
     assert found == pytest.approx({"prefill": 0.025, "decode": 0.0})
-    assert gauge.steady(found) and not gauge.steady({"decode": -0.06})
+    assert gauge.unrest(found) == pytest.approx(0.025)
+    assert gauge.unrest({"prefill": 0.02, "decode": -0.06}) == 0.06 and gauge.unrest({}) == 0.0
