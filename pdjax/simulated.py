@@ -14,7 +14,7 @@ from typing import Protocol
 
 import numpy as np
 
-from pdjax.latency import Latency, Load, attended
+from pdjax.latency import Latency
 from pdjax.messages import (
     AbortTransfer,
     Command,
@@ -30,6 +30,7 @@ from pdjax.messages import (
     TransferDone,
 )
 from pdjax.network import Network
+from pdjax.passes import Batch, Run, Stages
 from pdjax.wires import Alone, Shared, Transfer, Wires
 
 
@@ -54,96 +55,6 @@ class Timing:
 
     def copy(self, transfer: StartTransfer, source: Machine) -> None:
         return None
-
-
-@dataclasses.dataclass(slots=True)
-class _Batch:
-    """Sizes of one instance's decode batch; its rows are in the order of joining. Steps count when they start: what
-    starts behind them, before they are done, changes a batch that has made them."""
-
-    steps: int = 0
-    context_tokens: int = 0
-    offsets: dict[int, int] = dataclasses.field(default_factory=dict)  # slot -> context minus steps
-    _attended: int | None = None  # of the offsets
-
-    def change(self, iteration: Iteration) -> None:
-        for slot in iteration.leaves:
-            self.context_tokens -= self.offsets.pop(slot) + self.steps
-        for join in iteration.joins:
-            self.offsets[join.slot] = join.position + 1 - self.steps
-            self.context_tokens += join.position + 1
-        if iteration.leaves or iteration.joins:
-            self._attended = None
-
-    def load(self, iteration: Iteration, block: int) -> Load:
-        chunks = tuple((len(chunk.tokens), chunk.start) for chunk in iteration.chunks)
-        if not iteration.decode:
-            return Load(chunks)
-        if self._attended is None:
-            self._attended = attended(tuple(self.offsets.values()), block)
-        rows = len(self.offsets)
-        return Load(chunks, rows, self.context_tokens, self._attended + self.steps * rows)
-
-    def step(self, count: int) -> None:
-        self.steps += count
-        self.context_tokens += count * len(self.offsets)
-
-
-@dataclasses.dataclass(slots=True)
-class _Stages:
-    """The pipeline of one instance.
-
-    Attributes:
-        free_s: by stage, when it has done what was started.
-        step_s: when the last decode step that was started ends: the next one needs its tokens.
-        started: iterations of the queue that are on their way.
-    """
-
-    free_s: list[float]
-    step_s: float = 0.0
-    started: int = 0
-
-    def start_s(self, now: float, *, decode: bool) -> float:
-        """When an iteration can start."""
-        return max(now, self.free_s[0], self.step_s if decode else 0.0)
-
-    def run(self, start_s: float, seconds: float) -> float:
-        """A pass goes through all stages, each takes its part; returns when it is through."""
-        part = seconds / len(self.free_s)
-        for stage, free_s in enumerate(self.free_s):
-            start_s = self.free_s[stage] = max(start_s, free_s) + part
-        return start_s
-
-
-@dataclasses.dataclass(slots=True)
-class _Run:
-    """A run on its way: it ends after `steps` steps, of which `reported` are."""
-
-    iteration: Iteration
-    started_s: float
-    seconds: np.ndarray  # of each step
-    before_s: list[float]  # `_Stages.free_s` when it started
-    steps: int
-    ends: list[float] = dataclasses.field(init=False)
-    reported: int = 0
-    version: int = 0  # of its next report: a cut makes a new one
-
-    def __post_init__(self) -> None:
-        stages, end_s, self.ends = _Stages(list(self.before_s)), self.started_s, []
-        if len(self.before_s) == 1:  # to the last bit as below, and quicker
-            self.ends = np.cumsum(np.concatenate([[self.started_s], self.seconds]))[1:].tolist()
-            return
-        for seconds in self.seconds.tolist():
-            end_s = stages.run(end_s, seconds)
-            self.ends.append(end_s)
-
-    def after(self) -> tuple[list[float], float]:
-        """When the stages have done its last step, each of them and all."""
-        first = self.steps == 1  # only this one can have met others there
-        start_s = self.started_s if first else self.ends[self.steps - 2]
-        stages = _Stages(list(self.before_s) if first else [start_s] * len(self.before_s))
-        end_s = stages.run(start_s, float(self.seconds[self.steps - 1]))
-        return stages.free_s, end_s
 
 
 class SimulatedCluster:
@@ -177,9 +88,9 @@ class SimulatedCluster:
         self._heap: list[tuple[float, int, int, Callable[[], Event | None]]] = []
         self._order = itertools.count()
         self._queues: list[deque[Iteration]] = [deque() for _ in specs]
-        self._batches = [_Batch() for _ in specs]
-        self._runs: dict[int, _Run] = {}
-        self._stages = [_Stages([0.0] * spec.pp) for spec in specs]
+        self._batches = [Batch() for _ in specs]
+        self._runs: dict[int, Run] = {}
+        self._stages = [Stages([0.0] * spec.pp) for spec in specs]
         self._transfers: dict[int, Transfer] = {}
         groups = layer_groups or [1] * len(self.specs)
         self._wires: Wires = (
@@ -285,7 +196,7 @@ class SimulatedCluster:
             stages.started += 1
             self._begin(index, iteration, stages)
 
-    def _begin(self, index: int, iteration: Iteration, stages: _Stages) -> None:
+    def _begin(self, index: int, iteration: Iteration, stages: Stages) -> None:
         batch, started = self._batches[index], self._now
         batch.change(iteration)
         spec, latency = self.specs[index], self._latency[index]
@@ -309,7 +220,7 @@ class SimulatedCluster:
         seconds, late_s = latency.steps_s(spec, load, iteration.steps), self._report_s[index]
         if late_s:
             seconds = np.maximum(seconds, late_s)  # until it has heard of what ran before, only one more is issued
-        run = _Run(iteration, started, seconds, list(stages.free_s), iteration.steps)
+        run = Run(iteration, started, seconds, list(stages.free_s), iteration.steps)
         self._runs[index] = run
         batch.step(run.steps)
         self._at(started, lambda: RunStarted(index, iteration.number, tuple(at + late_s for at in run.ends)), rank=0)
@@ -345,13 +256,13 @@ class SimulatedCluster:
         self._at(heard_s, lambda: done, rank=0)
         return None
 
-    def _await_report(self, index: int, run: _Run) -> None:
+    def _await_report(self, index: int, run: Run) -> None:
         """The next report of a run comes when fewer steps than may be in flight are left, then with every step."""
         steps = max(run.reported + 1, run.steps - self.specs[index].max_in_flight + 1)
         version = run.version
         self._at(run.ends[steps - 1], lambda: self._report(index, run, version, steps), rank=0)
 
-    def _report(self, index: int, run: _Run, version: int, steps: int) -> Event | None:
+    def _report(self, index: int, run: Run, version: int, steps: int) -> Event | None:
         if self._runs.get(index) is not run or run.version != version:
             return None
         started = run.ends[run.reported - 1] if run.reported else run.started_s
@@ -376,7 +287,7 @@ class SimulatedCluster:
             else:
                 self._await_report(cut.instance, run)
 
-    def _end(self, index: int, run: _Run) -> None:
+    def _end(self, index: int, run: Run) -> None:
         stages = self._stages[index]
         if stages.started == 1:  # otherwise what started behind it has seen to them
             stages.free_s, stages.step_s = run.after()
