@@ -139,12 +139,11 @@ def compare(plan: Course, config: EngineConfig, first: Sequence[float], real: Re
 def point(plan: Course, config: EngineConfig, rate: float, real: Real) -> Point:
     """Serves one workload for real, again where the machine changed meanwhile, and in virtual time."""
     asked, name = plan.workload(rate), f"{config.scheduler}-rate{rate:g}"
-    runs: list[Report] = []
-    unrest: list[float] = []
-    while len(runs) < plan.attempts and min(unrest, default=math.inf) > gauge.DRIFT:
-        runs.append(real(name, asked))
-        unrest.append(gauge.unrest(gauge.drift(*gauge.around(runs[-1], plan.margin))))
-    run = runs[unrest.index(min(unrest))]
+    played: list[tuple[dict[str, float], Report]] = []
+    while len(played) < plan.attempts and all(gauge.unrest(drift) > gauge.DRIFT for drift, _ in played):
+        run = real(name, asked)
+        played.append((gauge.drift(*gauge.around(run, plan.margin)), run))
+    drift, run = min(played, key=lambda each: gauge.unrest(each[0]))
     before, after = gauge.around(run, plan.margin)
 
     def virtual(known: gauge.Passes) -> Virtual:
@@ -165,8 +164,8 @@ def point(plan: Course, config: EngineConfig, rate: float, real: Real) -> Point:
         around=side(virtual([*before, *after])).attainment,
         as_it_was=side(virtual(run.iterations)).attainment,
         bias={kind: told[kind]["bias"] for kind in KINDS},
-        drift=gauge.drift(before, after),
-        attempts=len(runs),
+        drift=drift,
+        attempts=len(played),
     )
 
 

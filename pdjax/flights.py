@@ -186,7 +186,10 @@ class Flights:
         if event.number != expected or event.steps > flight.left:
             raise RuntimeError(f"instance {event.instance} reports iteration {event.number} instead of {expected}")
         if event.rows is None and flight.iteration.decode:
-            self._tick(flight, flight.done + event.steps, event.started_s, now)
+            if flight.ends:
+                self._tick(flight, flight.done + event.steps)
+            else:  # a single step
+                self.clock.add(event.started_s, (now,))
         flight.done += event.steps
         self._left -= event.steps
         if self._run is not None and flight is not self._run:
@@ -206,16 +209,11 @@ class Flights:
         self._left = 0
         self._run = None
 
-    def _tick(self, flight: Flight, done: int, started_s: float = 0.0, now: float = 0.0) -> None:
-        """`started_s`, `now`: of a step that is no run, when it started and when its token is known."""
-        at = flight.clocked
-        if done <= at:
-            return
-        if not flight.ends:
-            self.clock.add(started_s, (now,))
-        else:
-            self.clock.add(flight.ends[at - 1] if at else flight.started_s, flight.ends[at:done])
-        flight.clocked = done
+    def _tick(self, run: Flight, done: int) -> None:
+        at = run.clocked
+        if done > at:
+            self.clock.add(run.ends[at - 1] if at else run.started_s, run.ends[at:done])
+            run.clocked = done
 
 
 class StepClock:

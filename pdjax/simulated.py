@@ -288,6 +288,7 @@ class SimulatedCluster:
                 self._await_report(cut.instance, run)
 
     def _end(self, index: int, run: Run) -> None:
+        """The last step of a run is done: what is behind it can start."""
         stages = self._stages[index]
         if stages.started == 1:  # otherwise what started behind it has seen to them
             stages.free_s, stages.step_s = run.after()

@@ -170,7 +170,9 @@ def test_of_runs_in_which_the_machine_changed_the_steadiest_counts(monkeypatch) 
 
 def test_runs_that_are_alike_are_not_played_for_ever(monkeypatch) -> None:
     monkeypatch.setattr(fidelity.gauge, "LEAST_S", 0.1)
-    assert fidelity.point(PLAN, CONFIG, 5.0, late_by(1.1)).attempts == 3
+    found = fidelity.point(PLAN, CONFIG, 5.0, late_by(1.1))
+    assert found.attempts == PLAN.attempts == fidelity.ATTEMPTS == 3
+    assert found.drift["prefill"] == pytest.approx(0.1)
 
 
 def test_a_run_in_which_the_machine_was_steady_is_the_last(monkeypatch) -> None:
